@@ -15,7 +15,7 @@ from rich.text import Text
 
 from slipstream.bench.run import PLAIN, Answer, Cell, Sample, Unit
 from slipstream.bench.traffic import Outcome
-from slipstream.core.outputs import parting
+from slipstream.core.outputs import SpeculationStats, parting
 
 ALL = "all"
 _PAYS = 1.02  # what differs less than this from plain decoding is noise
@@ -33,14 +33,8 @@ class Row:
     seconds: float  # wall clock, prompts included
     prefill_s: float  # to the first token, summed over prompts
     decode_s: float  # after it
-    rounds: int
-    emitted: int
-    drafted: int
-    accepted: int
-    declined: int  # rounds without drafts, which were not expected to pay
-    draft_s: float
-    verify_s: float
-    host_s: float
+    stats: SpeculationStats
+    declined: int  # steps without drafts, which were not expected to pay
     compared: int  # prompts whose tokens can be compared with plain decoding's
     same: int  # of these, how many are identical
 
@@ -52,14 +46,6 @@ class Row:
     def decode_tokens_per_s(self) -> float:
         """Tokens after the first over the seconds after the first."""
         return (self.tokens - self.prompts) / self.decode_s if self.decode_s else 0.0
-
-    @property
-    def tau(self) -> float:
-        return self.emitted / self.rounds if self.rounds else 0.0
-
-    @property
-    def alpha(self) -> float:
-        return self.accepted / self.drafted if self.drafted else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,14 +165,8 @@ def make_row(category: str, mode: str, read: int, chosen: Sequence[Sample], comp
         seconds=sum(sample.measured.wall_s for sample in chosen),
         prefill_s=sum(answer.first_token_s for answer in answers),
         decode_s=sum(answer.total_s - answer.first_token_s for answer in answers),
-        rounds=sum(s.rounds for s in stats),
-        emitted=sum(s.emitted for s in stats),
-        drafted=sum(s.drafted for s in stats),
-        accepted=sum(s.accepted for s in stats),
+        stats=SpeculationStats.total(stats),
         declined=sum(max((d.declined for d in s.by_drafter.values()), default=0) for s in stats),
-        draft_s=sum(s.draft_s for s in stats),
-        verify_s=sum(s.verify_s for s in stats),
-        host_s=sum(s.host_s for s in stats),
         compared=compared,
         same=same,
     )
@@ -198,7 +178,7 @@ def undrafted(row: Row) -> str:
         return "nothing drafted: its drafter never had a guess"
     return (
         f"nothing drafted: its guesses were not expected to pay enough in {row.declined} of "
-        f"{row.rounds} rounds; --min-gain says what is enough, --planner fixed guesses all the same"
+        f"{row.stats.rounds} rounds; --min-gain says what is enough, --planner fixed guesses all the same"
     )
 
 
@@ -271,7 +251,7 @@ def table(rows: Sequence[tuple[tuple[str, ...], Summary, Row]], title: str, keys
             f"{summary.decode_speedup(row):.2f}x",
             f"{row.tokens_per_s:.1f}",
             f"{summary.speedup(row):.2f}x",
-            f"{row.tau:.2f}" if row.rounds else "-",
+            f"{row.stats.tau:.2f}" if row.stats.rounds else "-",
             same if row.mode != PLAIN else "",
         )
         last = about
@@ -298,24 +278,19 @@ def traffic_table(outcomes: Sequence[tuple[float, Outcome]], way: str) -> Table:
 
 
 def row_json(summary: Summary, row: Row) -> dict[str, Any]:
+    stats = row.stats
     return {
         "prompts": row.prompts,
         "prompt_tokens": row.prompt_tokens,
         "tokens": row.tokens,
-        "seconds": round(row.seconds, 4),
-        "prefill_s": round(row.prefill_s, 4),
-        "decode_s": round(row.decode_s, 4),
-        "tokens_per_s": round(row.tokens_per_s, 3),
-        "decode_tokens_per_s": round(row.decode_tokens_per_s, 3),
+        **{key: round(getattr(row, key), 4) for key in ("seconds", "prefill_s", "decode_s")},
+        **{key: round(getattr(row, key), 3) for key in ("tokens_per_s", "decode_tokens_per_s")},
         "speedup": round(summary.speedup(row), 4),
         "decode_speedup": round(summary.decode_speedup(row), 4),
-        "tau": round(row.tau, 4),
-        "alpha": round(row.alpha, 4),
-        "rounds": row.rounds,
-        "drafted": row.drafted,
-        "accepted": row.accepted,
+        **{key: round(getattr(stats, key), 4) for key in ("tau", "alpha")},
+        **{key: getattr(stats, key) for key in ("rounds", "drafted", "accepted")},
         "declined": row.declined,
-        "time_s": {"draft": round(row.draft_s, 4), "verify": round(row.verify_s, 4), "host": round(row.host_s, 4)},
+        "time_s": {key: round(getattr(stats, f"{key}_s"), 4) for key in ("draft", "verify", "host")},
         "compared": row.compared,
         "same_tokens": row.same,
     }

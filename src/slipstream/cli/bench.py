@@ -368,16 +368,16 @@ def closing_lines(
     result: Mapping[str, Any],
 ) -> list[str]:
     lines = [*result.get("remarks", ())]
-    if any(row.drafted for summary in summaries for row in summary.rows):
+    if any(row.stats.drafted for summary in summaries for row in summary.rows):
         lines.append("in all: with the reading of prompts; tau: tokens per pass, the model's own included")
     for summary in summaries:
         where = f"{summary.title}, " if len(summaries) > 1 else ""
         for row in summary.rows:
-            if row.category != report.ALL or not row.rounds:
+            if row.category != report.ALL or not row.stats.rounds:
                 continue
             if len(summaries) == 1:
                 lines.append(f"time, {row.mode}: {_shares(row)}")
-            if row.mode != run.PLAIN and not row.drafted:
+            if row.mode != run.PLAIN and not row.stats.drafted:
                 lines.append(f"{where}{row.mode}: {report.undrafted(row)}")
     if prefill is not None:
         rates = ", ".join(f"{name} {rate:.0f} tok/s" for name, rate in prefill.tokens_per_s.items())
@@ -394,10 +394,11 @@ def closing_lines(
 
 
 def _shares(row: report.Row) -> str:
-    whole = row.draft_s + row.verify_s + row.host_s or 1.0
-    shares = [("draft", row.draft_s), ("verify", row.verify_s), ("host", row.host_s)]
+    stats = row.stats
+    whole = stats.draft_s + stats.verify_s + stats.host_s or 1.0
+    shares = [("draft", stats.draft_s), ("verify", stats.verify_s), ("host", stats.host_s)]
     if row.mode == run.PLAIN:  # plain decoding drafts nothing: the time before its passes is the host's
-        shares = [("verify", row.verify_s), ("host", row.draft_s + row.host_s)]
+        shares = [("verify", stats.verify_s), ("host", stats.draft_s + stats.host_s)]
     return ", ".join(f"{name} {seconds / whole:.0%}" for name, seconds in shares)
 
 

@@ -32,21 +32,10 @@ class Totals:
     stats: SpeculationStats = field(default_factory=SpeculationStats)
 
     def add(self, answer: CompletionOutput) -> None:
-        timing, stats = answer.timing, answer.speculation
         self.answers += 1
         self.tokens += len(answer.token_ids)
-        self.seconds += timing.total_s
-        self.stats.rounds += stats.rounds
-        self.stats.emitted += stats.emitted
-        self.stats.drafted += stats.drafted
-        self.stats.accepted += stats.accepted
-        for name, drafter in stats.by_drafter.items():
-            mine = self.stats.of(name)
-            mine.drafts += drafter.drafts
-            mine.drafted += drafter.drafted
-            mine.accepted += drafter.accepted
-            mine.failures += drafter.failures
-            mine.declined += drafter.declined
+        self.seconds += answer.timing.total_s
+        self.stats.add(answer.speculation)
 
     def line(self) -> str:
         rate = self.tokens / self.seconds if self.seconds else 0.0

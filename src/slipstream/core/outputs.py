@@ -6,7 +6,7 @@ works: each is right by itself, and two of them may be a step apart.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -43,6 +43,10 @@ class DrafterStats:
     failures: int = 0
     declined: int = 0  # steps without its guesses, because they were not expected to pay
 
+    def add(self, more: DrafterStats) -> None:
+        for key in ("drafts", "drafted", "accepted", "failures", "declined"):
+            setattr(self, key, getattr(self, key) + getattr(more, key))
+
     @property
     def alpha(self) -> float:
         return self.accepted / self.drafted if self.drafted else 0.0
@@ -76,6 +80,21 @@ class SpeculationStats:
         if known is None:
             known = self.by_drafter[drafter] = DrafterStats()
         return known
+
+    def add(self, more: SpeculationStats) -> None:
+        """Add the counts and times of another answer."""
+        for key in ("rounds", "emitted", "drafted", "accepted", "draft_s", "verify_s", "host_s"):
+            setattr(self, key, getattr(self, key) + getattr(more, key))
+        for name, stats in more.by_drafter.items():
+            self.of(name).add(stats)
+
+    @classmethod
+    def total(cls, parts: Iterable[SpeculationStats]) -> SpeculationStats:
+        """The counts and times of several answers together."""
+        whole = cls()
+        for part in parts:
+            whole.add(part)
+        return whole
 
     @property
     def alpha(self) -> float:

@@ -162,6 +162,8 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
+        for key in ("models", "allowed_hosts"):
+            object.__setattr__(self, key, tuple(getattr(self, key)))
         self._check("models", bool(self.models) and all(self.models), "one name or more")
         read_keys(self.keys, self.key_file)
         named = all(re.fullmatch(r"\*|[\w.-]+|[\da-fA-F:.]*:[\da-fA-F:.]*:[\da-fA-F.]*", h) for h in self.allowed_hosts)

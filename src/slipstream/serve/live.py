@@ -13,7 +13,7 @@ from functools import cached_property
 
 from slipstream.core.outputs import DrafterStats, Snapshot, SpeculationStats
 from slipstream.serve.errors import ApiError
-from slipstream.serve.telemetry import Record, add_stats
+from slipstream.serve.telemetry import Record
 
 PACES_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0)
 """Other paces become the next slower one: the engine is asked once for each pace."""
@@ -56,7 +56,7 @@ class Own:
         self.generated_tokens += generated
         for answer in record.answers:
             self.finished[str(answer.finish_reason)] += 1
-            add_stats(self.stats, answer.speculation)
+            self.stats.add(answer.speculation)
             self.stats.plan = answer.speculation.plan or self.stats.plan
 
     def snapshot(self, running: int, waiting: int, told: int, names: Iterable[str]) -> Snapshot:

@@ -18,7 +18,7 @@ from typing import Any
 from starlette.types import Scope, Send
 
 from slipstream.core.errors import ConfigError, install
-from slipstream.core.outputs import DrafterStats, SpeculationStats, Timing
+from slipstream.core.outputs import SpeculationStats, Timing
 from slipstream.serve.config import LogFormat
 
 log = logging.getLogger("slipstream.serve")
@@ -86,10 +86,7 @@ class Record:
     @property
     def speculation(self) -> SpeculationStats:
         """Of all answers together."""
-        total = SpeculationStats()
-        for answer in self.answers:
-            add_stats(total, answer.speculation)
-        return total
+        return SpeculationStats.total(answer.speculation for answer in self.answers)
 
     @staticmethod
     def of(scope: Scope) -> Record:
@@ -99,15 +96,6 @@ class Record:
 
     def attach(self, scope: Scope) -> None:
         scope[_PLACE] = self
-
-
-def add_stats(total: SpeculationStats, more: SpeculationStats) -> None:
-    for key in ("rounds", "emitted", "drafted", "accepted", "draft_s", "verify_s", "host_s"):
-        setattr(total, key, getattr(total, key) + getattr(more, key))
-    for name, theirs in more.by_drafter.items():
-        mine = total.by_drafter.setdefault(name, DrafterStats())
-        for key in ("drafts", "drafted", "accepted", "failures", "declined"):
-            setattr(mine, key, getattr(mine, key) + getattr(theirs, key))
 
 
 class JsonLines(logging.Formatter):

@@ -14,7 +14,7 @@ from types import TracebackType
 
 from slipstream.core.draft import MAX_NODES
 from slipstream.core.errors import DrafterError
-from slipstream.core.outputs import RequestOutput
+from slipstream.core.outputs import RequestOutput, SpeculationStats
 from slipstream.core.params import SamplingParams
 from slipstream.engine.llm import LLM
 from slipstream.models.paths import Progress
@@ -107,10 +107,9 @@ class Measure(AbstractContextManager["Measure"]):
         return found
 
     def _at(self, llm: LLM, temperature: float) -> Measured:
-        stats = [answer.speculation for output in self._answers(llm, temperature) for answer in output.outputs]
-        passes, tokens = sum(s.rounds for s in stats), sum(s.emitted for s in stats)
-        drafted, accepted = sum(s.drafted for s in stats), sum(s.accepted for s in stats)
-        return Measured(temperature, tokens / max(passes, 1), accepted / max(drafted, 1), passes, tokens)
+        outputs = self._answers(llm, temperature)
+        stats = SpeculationStats.total(answer.speculation for output in outputs for answer in output.outputs)
+        return Measured(temperature, stats.tau, stats.alpha, stats.rounds, stats.emitted)
 
     def _answers(self, llm: LLM, temperature: float) -> list[RequestOutput]:
         longest = self._longest(llm)
