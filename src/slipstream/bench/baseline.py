@@ -1,7 +1,7 @@
 """transformers' own `generate`, as a baseline.
 
-It runs in a process of its own (`python -m slipstream.bench.baseline`): its memory does not count as ours, its
-threads do not disturb ours, and it still takes its turn prompt by prompt. The two talk in JSON lines.
+It runs in a separate process (`python -m slipstream.bench.baseline`), so that its memory and its threads do not change
+the measurement of Slipstream. The processes exchange JSON lines.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 NAME = "transformers"
 SETTINGS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed")
-"""Settings of a request that it gets."""
+"""The sampling settings that the peer receives."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerConfig:
-    """The model that the peer loads, in the precision and on the device of ours."""
+    """The model that the peer loads, with Slipstream's precision and device."""
 
     path: str
     dtype: str
@@ -42,7 +42,7 @@ class PeerConfig:
 
 
 def same_as_ours(llm: LLM, *, dtype: str, device: str, trust_remote_code: bool) -> PeerConfig:
-    """The peer that loads what `llm` loaded, as these options had it."""
+    """The configuration of a peer with the model, precision and device of `llm`."""
     import torch
 
     from slipstream.models.load import load_config, pick_device, pick_dtype
@@ -136,10 +136,6 @@ def start_to_first_token(config: PeerConfig, ids: Sequence[int]) -> float:
 # From here on: the child process.
 
 
-def as_set(eos: int | list[int] | None) -> list[int]:
-    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
-
-
 class Server:
     """The model in the child, answering one message after another."""
 
@@ -156,7 +152,8 @@ class Server:
             Path(config.path), dtype=getattr(torch, config.dtype), trust_remote_code=config.trust_remote_code
         )
         self.model = model.to(config.device).eval()
-        self.eos = as_set(self.model.generation_config.eos_token_id)
+        eos = self.model.generation_config.eos_token_id
+        self.eos: list[int] = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
 
     def clock(self) -> float:
         if self.config.device.startswith("cuda"):
@@ -165,14 +162,9 @@ class Server:
 
     def answer(self, message: dict[str, Any]) -> dict[str, Any]:
         """Answer the prompts in one padded batch, as usual with transformers."""
-        start = self.clock()
-        answers = self.batch(message["prompts"], message)
-        return {"answers": answers, "wall_s": self.clock() - start}
-
-    def batch(self, prompts: list[list[int]], message: dict[str, Any]) -> list[dict[str, Any]]:
         from transformers import GenerationConfig, StoppingCriteriaList
 
-        torch = self.torch
+        torch, prompts, begun = self.torch, message["prompts"], self.clock()
         width = max(map(len, prompts))
         padding = self.eos[0] if self.eos else 0
         ids = torch.tensor([[padding] * (width - len(p)) + p for p in prompts], device=self.config.device)  # [B, L]
@@ -189,7 +181,7 @@ class Server:
         first: list[float] = []
 
         def note_first(input_ids: Any, scores: Any, **_: Any) -> Any:
-            """Called after every token: the first call tells when the prompt had been read."""
+            """Called after every token: the first call is the time to the first token."""
             if not first:
                 first.append(self.clock())
             return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
@@ -205,17 +197,18 @@ class Server:
             )
         total_s = self.clock() - start
         rows = [self.cut(row) for row in out[:, width:].tolist()]
-        return [{"token_ids": row, "first_token_s": first[0] - start, "total_s": total_s} for row in rows]
+        answers = [{"token_ids": row, "first_token_s": first[0] - start, "total_s": total_s} for row in rows]
+        return {"answers": answers, "wall_s": self.clock() - begun}
 
     def cut(self, tokens: list[int]) -> list[int]:
-        """Up to the end-of-text token, which is kept; what follows is padding."""
+        """The tokens up to the end-of-text token; the rest is padding."""
         ends = [index for index, token in enumerate(tokens) if token in self.eos]
         return tokens[: ends[0] + 1] if ends else tokens
 
 
 def serve() -> None:
     channel = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    sys.stdout = sys.stderr  # what a library prints must not reach the parent as an answer
+    sys.stdout = sys.stderr  # output of libraries must not reach the parent as an answer
     server: Server | None = None
     for line in sys.stdin:
         message = json.loads(line)

@@ -1,4 +1,4 @@
-"""The shortest proof: one answer with and without speculation, the same tokens, and the speed of each.
+"""The demo: one answer with and without speculation, whether the tokens are equal, and the speed of each.
 
 `python -m slipstream.bench.demo`, which is what `make demo` runs. Exits with 1 if the tokens differ.
 """
@@ -52,7 +52,7 @@ CODE = """class Rectangle:
         return f"Rectangle({self.width}, {self.height})"
 """
 PROMPT = f"```python\n{CODE}```\n\nThe same code again:\n\n```python\n"
-"""Work that a small model does without a mistake, as part of every edit that gives the whole file back."""
+"""A task that a small model does without mistakes, and a part of every edit that returns the whole file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Comparison:
 
     plain: CompletionOutput
     drafted: CompletionOutput
-    why_dear: str = ""  # what is known of why guesses hardly pay on this machine
+    why_dear: str = ""  # why drafts hardly pay on this machine, if that is known
 
     @property
     def same(self) -> bool:
@@ -69,7 +69,7 @@ class Comparison:
 
     @property
     def right(self) -> bool:
-        """Whether the answer is what was asked for."""
+        """Whether the answer repeats the class exactly."""
         return self.drafted.text.strip() == CODE.strip()
 
     @property
@@ -86,11 +86,11 @@ class Comparison:
 
 
 def compare(llm: LLM, max_tokens: int) -> Comparison:
-    """Both ways in turn, the best of a few rounds of each; the first warms up."""
+    """Decode with and without speculation in turn, and keep the faster of a few runs of each; the first warms up."""
     best: list[CompletionOutput] = []
     for number in range(ROUNDS + 1):
         for way, enabled in enumerate((False, True)):
-            # a new tenant, so that no drafter remembers the last answer
+            # a new tenant each time, so that no drafter has seen the last answer
             speculation = SpeculationParams(enabled=enabled, tenant=f"{number}, {way}")
             params = SamplingParams(temperature=0, max_tokens=max_tokens, stop="```", speculation=speculation)
             answer = llm.generate([PROMPT], params)[0].outputs[0]
@@ -103,7 +103,7 @@ def compare(llm: LLM, max_tokens: int) -> Comparison:
 
 
 def show(comparison: Comparison, console: Console) -> None:
-    """One text, since both are the same; where they differ, both."""
+    """Print the answer, both answers if they differ, and the rates."""
     rates = Table.grid(padding=(0, 3))
     plain, drafted = comparison.plain, comparison.drafted
     rates.add_row("plain", f"{comparison.plain_rate:.1f} tok/s", "tau 1.00", "")
@@ -127,7 +127,7 @@ def show(comparison: Comparison, console: Console) -> None:
 
 
 def reason(comparison: Comparison) -> str:
-    """Why guessing hardly paid, as the end of a sentence."""
+    """Why drafting hardly paid, as the end of a sentence."""
     known = comparison.why_dear
     return known[:1].lower() + known[1:] if known else UNKNOWN
 
@@ -140,7 +140,7 @@ def load(model: str, on_progress: Callable[[str], None]) -> LLM:
 
 @contextmanager
 def saying(console: Console) -> Iterator[Callable[[str], None]]:
-    """What tells the user what is being done: in one place on a terminal, line by line elsewhere."""
+    """A function that shows progress: a status line on a terminal, one line a message elsewhere."""
     if console.is_terminal:
         with console.status("loading the model") as status:
             yield status.update

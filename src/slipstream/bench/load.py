@@ -23,15 +23,11 @@ from urllib.parse import urlsplit
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
 
-ANSWER_S = 300.0
-"""An answer that takes longer is an error of the server."""
+ANSWER_S = 300.0  # an answer that takes longer is an error of the server
 STREAMS = 8
-SETTLED_S = 1.0
-"""Streams have run for this long when a long prompt arrives."""
-LONG_EVERY_S = 1.0
-"""Pause between long prompts, counted from the first token of one to the sending of the next."""
-VOCAB = 20_000
-"""Token ids that prompts are drawn from. Every common model has more."""
+SETTLED_S = 1.0  # running time of the streams before the first long prompt
+LONG_EVERY_S = 1.0  # from the first token of a long prompt's answer to the next long prompt
+VOCAB = 20_000  # token ids that prompts are drawn from; every common model has more
 _prompts = itertools.count(1)
 
 
@@ -46,12 +42,12 @@ class Ask:
 
 @dataclass(slots=True)
 class Heard:
-    """When its tokens came. A step may bring several, which count as one event."""
+    """The arrival times of one answer's tokens. A step may emit several tokens, which count as one event."""
 
     ask: Ask
     sent: float = 0.0
-    events: list[tuple[float, int]] = field(default_factory=list)  # seconds on the clock, new tokens
-    whole: bool = False
+    events: list[tuple[float, int]] = field(default_factory=list)  # clock time in seconds, new tokens
+    whole: bool = False  # the answer came to its end
 
     @property
     def first_s(self) -> float:
@@ -63,7 +59,7 @@ class Heard:
 
     @property
     def tokens(self) -> int:
-        """An answer of a server that was heard to its end has what was asked for, however few events brought it."""
+        """A whole answer has `max_tokens` tokens; an event of a server does not say how many it holds."""
         return self.ask.max_tokens if self.whole else sum(count for _, count in self.events)
 
     @property
@@ -72,7 +68,7 @@ class Heard:
         return (self.events[-1][0] - self.events[0][0]) / max(1, self.tokens - self.events[0][1])
 
     def rate(self, begin: float, end: float) -> float:
-        """Events a second in this time."""
+        """Events per second between two clock times."""
         return sum(begin < at <= end for at, _ in self.events) / max(end - begin, 1e-9)
 
 
@@ -98,7 +94,7 @@ async def play(send: Send, asks: Iterable[Ask]) -> list[Heard]:
 
 
 def prompt_of(length: int, vocab_size: int = VOCAB) -> list[int]:
-    """Ordinary tokens. No two prompts begin alike, so that nothing is found in a cache."""
+    """Random ordinary tokens. No two prompts share a prefix, so that the prefix cache never helps."""
     dice = random.Random(next(_prompts))
     return [dice.randrange(min(100, vocab_size // 2), vocab_size) for _ in range(length)]
 
@@ -112,8 +108,8 @@ def at_a_rate(rate: float, count: int, length: int, max_tokens: int) -> list[Ask
 
 
 def summary(heard: Sequence[Heard]) -> dict[str, float]:
-    """Milliseconds, and tokens a second of all requests together."""
-    import numpy as np  # the command line asks this file for its constants before anything heavy is there
+    """Latencies in milliseconds, and tokens per second of all requests together."""
+    import numpy as np  # late: the command line imports this module before anything heavy is loaded
 
     firsts, each = [one.first_s for one in heard], [one.token_s for one in heard]
     gaps = [gap for one in heard for gap in one.gaps] or [0.0]
@@ -133,11 +129,11 @@ def summary(heard: Sequence[Heard]) -> dict[str, float]:
 async def beside_long_prompts(
     send: Send, length: int, *, streams: int = 1, prompts: int = 1, vocab_size: int = VOCAB
 ) -> dict[str, float]:
-    """Running streams while long prompts are read, one after the other; and both alone, for comparison.
+    """The speed of running streams while long prompts are read one after another, relative to the streams alone.
 
-    A stream slows down as its text grows, so its speed alone is the mean of what it was before the prompts and behind.
+    A stream slows down as its text grows, so its speed alone is the mean of the speeds before and after the prompts.
     """
-    import numpy as np  # the command line imports this module before anything heavy is loaded
+    import numpy as np
 
     def asked() -> Ask:
         return Ask(prompt_of(length, vocab_size), 1)
@@ -189,7 +185,7 @@ async def beside_long_prompts(
 
 
 async def _endless(send: Send, heard: Heard) -> None:
-    """Ask again where an answer ends, so that the stream goes on until it is cancelled."""
+    """Send the request again when its answer ends, until the task is cancelled."""
     while True:
         async for count in send(heard.ask):
             heard.events.append((time.perf_counter(), count))
@@ -248,7 +244,7 @@ SCENARIOS = ("burst 64x64", "burst 32x512", "rate 2", "rate 8", "rate 16", "rate
 
 
 async def scenario(name: str, send: Send, seconds: float) -> list[dict[str, float]]:
-    """Its figures; of a burst those of the first time and of the second."""
+    """The figures of a scenario; of a burst those of the first run and of the second."""
     kind, _, rest = name.partition(" ")
     if kind == "burst":
         count, length = map(int, rest.split("x"))
@@ -268,7 +264,7 @@ async def measure(servers: Mapping[str, str], names: Sequence[str], seconds: flo
     for name, url in servers.items():
         server = Server(url)
         senders[name] = server.sender(await server.model())
-        # ordinary traffic first: a warm server is measured, which has not seen the bursts that follow
+        # ordinary traffic first, so that a warm server is measured
         await play(senders[name], at_a_rate(20, 40, 200, 48))
     for what in names:
         for name, send in senders.items():

@@ -1,4 +1,4 @@
-"""How much memory this process has and had at most, and how much of it the model and the cache explain."""
+"""The memory of this process, and the part of it that the model and the cache need; the machine's load."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def read_status() -> str:
 
 
 def peak_rss() -> int:
-    """Most resident bytes that this process ever had."""
+    """The highest number of resident bytes of this process so far."""
     peak = status_bytes("VmHWM", read_status())
     if peak is not None:
         return peak
@@ -36,13 +36,13 @@ def peak_rss() -> int:
 
 
 def current_rss() -> int:
-    """Resident bytes now; the peak where the system does not tell."""
+    """Resident bytes now; the peak where the system does not report them."""
     now = status_bytes("VmRSS", read_status())
     return peak_rss() if now is None else now
 
 
 def rss_after_imports() -> int:
-    """Resident bytes with torch and transformers imported and nothing loaded: what no model is to blame for."""
+    """Resident bytes with torch and transformers imported and no model loaded."""
     import torch  # noqa: F401
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 
@@ -50,7 +50,7 @@ def rss_after_imports() -> int:
 
 
 def device_peak() -> int | None:
-    """Most bytes that were allocated on the GPU; None where the model ran on the CPU."""
+    """The highest number of bytes allocated on the GPU; None if the model ran on the CPU."""
     import torch
 
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
@@ -94,7 +94,7 @@ class MemoryReport:
 
 
 def load_average() -> float | None:
-    """Processes that wanted to run in the last minute; None where the system does not tell."""
+    """The mean number of runnable processes in the last minute; None where the system does not report it."""
     try:
         return os.getloadavg()[0]
     except (AttributeError, OSError):
@@ -102,12 +102,12 @@ def load_average() -> float | None:
 
 
 def busy(load: float | None, cores: int) -> bool:
-    """Was the machine working for others before we began? Then threads wait for each other and rates mean little."""
+    """Whether other programs use the cores, so that threads wait for each other and rates are not reliable."""
     return load is not None and load > 0.5 * cores
 
 
 def cpu_model() -> str:
-    """The processor's name, as the system tells it."""
+    """The processor's name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

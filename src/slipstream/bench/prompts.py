@@ -1,6 +1,6 @@
-"""The prompts of a benchmark: our own by default, or a file in Spec-Bench's or the plain form.
+"""The prompts of a benchmark: those of Slipstream by default, or a file in Spec-Bench's or the plain format.
 
-Speculation pays very differently by task, so prompts carry a category, and a limit is spread over the categories.
+The gain of speculation depends on the task, so each prompt has a category, and a limit is spread over the categories.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def parse(line: str, where: str) -> BenchPrompt:
 
 
 def first_turn(entry: dict[str, Any]) -> Any:
-    """The prompt; of a conversation its first turn, which needs no answer of another model before it."""
+    """The prompt, or the first turn of a conversation, which depends on no earlier answer."""
     turns = entry.get("turns")
     return turns[0] if isinstance(turns, list) and turns else entry.get("prompt")
 

@@ -50,7 +50,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A prompt whose answer is not plain decoding's, and at which token they part."""
+    """A prompt whose answer differs from plain decoding's, and the index of the first different token."""
 
     prompt: str
     mode: str
@@ -94,7 +94,7 @@ def without_end(tokens: Sequence[int], eos: Collection[int]) -> tuple[int, ...]:
 
 
 def median_sample(samples: Sequence[Sample]) -> Sample:
-    """The one with the median time; the quicker of the two in the middle."""
+    """The sample with the median time; of two in the middle the faster."""
     return sorted(samples, key=lambda sample: sample.measured.wall_s)[(len(samples) - 1) // 2]
 
 
@@ -208,7 +208,7 @@ def tables(summaries: Sequence[Summary]) -> list[Table]:
 
 
 def gains_table(summaries: Sequence[Summary], mode: str, tasks: Sequence[str]) -> Table:
-    """Where a drafter pays: times as fast as plain decoding in all, by task, temperature and requests at once."""
+    """The speed-up of a drafter by task, temperature and number of concurrent requests."""
     title = f"{mode}: times plain, by task"
     shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title=title, title_justify="left")
     shown.add_column("task", no_wrap=True)
@@ -221,7 +221,7 @@ def gains_table(summaries: Sequence[Summary], mode: str, tasks: Sequence[str]) -
 
 
 def _gain(summary: Summary, task: str, mode: str) -> float | None:
-    """None: the task was not measured in this mode, since the run was interrupted."""
+    """The speed-up; None if the run was interrupted before this task was measured in this mode."""
     rows = {(row.category, row.mode): row for row in summary.rows}
     row = rows.get((task, mode))
     return None if row is None else summary.speedup(row)
@@ -232,7 +232,7 @@ def _styled(gain: float) -> Text:
 
 
 def table(rows: Sequence[tuple[tuple[str, ...], Summary, Row]], title: str, keys: Sequence[str] = ()) -> Table:
-    """Modes, narrow enough for 80 columns. Each row has the values of `keys` first."""
+    """A table of modes for terminals of 80 columns. Each row begins with the values of `keys`."""
     shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title=title, title_justify="left")
     for key in keys:
         shown.add_column(key, no_wrap=True)
@@ -259,7 +259,7 @@ def table(rows: Sequence[tuple[tuple[str, ...], Summary, Row]], title: str, keys
 
 
 def traffic_table(outcomes: Sequence[tuple[float, Outcome]], way: str) -> Table:
-    """Requests at each rate, narrow enough for 80 columns; the JSON has more percentiles."""
+    """The latencies at each rate, for terminals of 80 columns; the JSON has more percentiles."""
     shown = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for name in ("rate/s", "drafter", "good/s", "good", "tok/s", "ttft p50", "p99", "tpot p50", "p99", "tau"):
         shown.add_column(name, justify="left" if name == "drafter" else "right", no_wrap=name != "drafter")

@@ -39,7 +39,7 @@ class Answer:
     token_ids: tuple[int, ...]
     first_token_s: float
     total_s: float
-    stats: SpeculationStats | None = None  # None: a peer, which tells nothing
+    stats: SpeculationStats | None = None  # None: a peer, which reports none
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +61,10 @@ class Runner(Protocol):
 
 @dataclass
 class EngineRunner:
-    """Slipstream with one drafter, or without any.
+    """Slipstream with one drafter, or with none.
 
-    Drafters and caches may use earlier answers, as they do for users, but never those to the same prompt: a prompt that
-    comes again, in another mode, repeat or copy, belongs to another tenant.
+    Drafters and caches may use earlier answers, as they do for users, but never answers to the same prompt: a prompt
+    that is repeated, in another mode, run or copy, gets another tenant.
     """
 
     name: str
@@ -127,7 +127,7 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is to be run, and how many prompts did not fit the model's context."""
+    """The units to run, and the number of prompts that did not fit the model's context."""
 
     units: tuple[Unit, ...]
     skipped: int
@@ -209,7 +209,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class PrefillReport:
-    """How fast a long prompt is read, by mode, in prompt tokens per second."""
+    """The speed of reading a long prompt, by mode, in prompt tokens per second."""
 
     prompt_tokens: int
     tokens_per_s: dict[str, float]
@@ -227,7 +227,7 @@ def long_prompt(llm: LLM) -> tuple[int, ...]:
 
 
 def measure_prefill(ids: Sequence[int], runners: Sequence[Runner], times: int = 3) -> PrefillReport:
-    """Time to the first token of a long prompt. Each time it starts elsewhere, so that no cached prefix can help."""
+    """Time to the first token of a long prompt. It is rotated for each run, so that no cached prefix can help."""
     params = [SamplingParams(temperature=0, max_tokens=1)]
     seconds: dict[str, list[float]] = {runner.name: [] for runner in runners}
     for time_index in range(times + 1):

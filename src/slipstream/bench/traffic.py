@@ -1,4 +1,4 @@
-"""Traffic at a rate: arrival times, prompts that are sent to an engine at these times, and latencies that follow."""
+"""Requests at a rate: arrival times, prompts that are sent to an engine at these times, and their latencies."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Served:
-    """How one request fared, real or simulated: seconds since the first came."""
+    """The times of one request, in seconds since the first one arrived, and its tokens."""
 
     arrived: float
     prompt_tokens: int
     output_tokens: int
-    first_token: float = 0.0
-    ended: float = 0.0
-    rounds: int = 0
+    first_token: float
+    ended: float
+    rounds: int
 
     @property
     def ttft(self) -> float:
@@ -40,7 +40,7 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Latencies that a request must keep to count as good; None: any."""
+    """The largest latencies of a request that counts as good; None: any."""
 
     ttft: float | None = None
     tpot: float | None = None
@@ -81,21 +81,20 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What traffic came to, simulated or real. Rates are by the second, from the first arrival to the last end."""
+    """The results of all requests. Rates are per second, from the first arrival to the last end."""
 
     requests: int
     seconds: float
     tokens_per_s: float
     requests_per_s: float
-    goodput: float  # requests by the second that met the targets
-    good: float  # the part of all requests that did
+    goodput: float  # requests per second that met the targets
+    good: float  # share of requests that met the targets
     ttft: Spread
     tpot: Spread
     tau: float
-    preemptions: int = 0
 
     @staticmethod
-    def of(served: Sequence[Served], targets: Targets, preemptions: int = 0) -> Outcome:
+    def of(served: Sequence[Served], targets: Targets) -> Outcome:
         seconds = max(request.ended for request in served) - min(request.arrived for request in served)
         tokens = sum(request.output_tokens for request in served)
         good = sum(map(targets.met, served))
@@ -109,7 +108,6 @@ class Outcome:
             Spread.of([request.ttft for request in served]),
             Spread.of([request.tpot for request in served]),
             tokens / max(1, sum(request.rounds for request in served)),
-            preemptions,
         )
 
 
@@ -129,47 +127,33 @@ def send(
     times: Sequence[float],
     on_served: Callable[[int], None] = lambda count: None,
 ) -> list[Served]:
-    """Send each prompt (token ids) at its time, in seconds after the first; returns the outcomes in the same order.
+    """Send each prompt (token ids) at its time, in seconds after the first; returns the results in the same order.
 
     on_served: called with the number of requests that were answered since the last call.
     """
-    return asyncio.run(_send(llm, prompts, params, times, on_served))
 
+    async def send_all() -> list[Served]:
+        clock = asyncio.get_running_loop().time
+        begun = clock()
 
-async def _send(
-    llm: LLM,
-    prompts: Sequence[Sequence[int]],
-    params: Sequence[SamplingParams],
-    times: Sequence[float],
-    on_served: Callable[[int], None],
-) -> list[Served]:
-    clock = asyncio.get_running_loop().time
-    begun = clock()
+        async def one(prompt: Sequence[int], own: SamplingParams, at: float) -> Served:
+            await asyncio.sleep(max(0.0, begun + at - clock()))
+            arrived = clock() - begun
+            last: RequestOutput | None = None
+            stream = llm.open_stream({"prompt_token_ids": list(prompt)}, own, streaming=False)
+            try:
+                while outputs := await stream.take():
+                    last = outputs[-1]
+            finally:
+                stream.close()
+            assert last is not None
+            answer = last.outputs[0]
+            if answer.error is not None:
+                raise RequestError(f"a request of the traffic failed: {answer.error}")
+            on_served(1)
+            first, end = arrived + answer.timing.first_token_s, arrived + answer.timing.total_s
+            return Served(arrived, len(prompt), len(answer.token_ids), first, end, answer.speculation.rounds)
 
-    async def one(prompt: Sequence[int], own: SamplingParams, at: float) -> Served:
-        await asyncio.sleep(max(0.0, begun + at - clock()))
-        came = clock() - begun
-        last: RequestOutput | None = None
-        stream = llm.open_stream({"prompt_token_ids": list(prompt)}, own, streaming=False)
-        try:
-            while arrived := await stream.take():
-                last = arrived[-1]
-        finally:
-            stream.close()
-        assert last is not None
-        answer = last.outputs[0]
-        if answer.error is not None:
-            raise RequestError(f"a request of the traffic failed: {answer.error}")
-        on_served(1)
-        timing = answer.timing
-        return Served(
-            came,
-            len(prompt),
-            len(answer.token_ids),
-            came + timing.first_token_s,
-            came + timing.total_s,
-            answer.speculation.rounds,
-        )
+        return list(await asyncio.gather(*(one(*job) for job in zip(prompts, params, times, strict=True))))
 
-    jobs = zip(prompts, params, times, strict=True)
-    return list(await asyncio.gather(*(one(*job) for job in jobs)))
+    return asyncio.run(send_all())

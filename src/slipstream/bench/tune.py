@@ -1,4 +1,4 @@
-"""Which drafter, how many guesses and which verifier for how many requests at once, measured on the user's prompts."""
+"""Measures drafters, draft sizes and verifiers on the user's prompts, and recommends one of each by concurrency."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from slipstream.core.params import SamplingParams
 from slipstream.engine.config import EngineConfig
 
 _CLEARLY = 1.02
-"""A recommended drafter is faster than plain decoding by this factor, since measurements are no more exact."""
+"""A recommended drafter is faster than plain decoding by at least this factor: smaller differences are noise."""
 _MOST_BATCHES = 8
-"""Batches of prompts to measure of one candidate at one number of requests at once."""
+"""Most batches of prompts to measure of one candidate at one concurrency."""
 _ENGINE: Mapping[str, tuple[Any, str]] = {
     "model": (str, "a text"),
     "drafter": (str | None, "a text, or null for none"),
@@ -45,8 +45,8 @@ class Candidate:
 class Tuned:
     """The speed of one candidate at one number of requests at once.
 
-    prompts: how many different ones were asked; batches: runs that were timed; gain: the lowest and the highest ratio
-    to plain decoding among them.
+    prompts: the number of different prompts; batches: timed runs; gain: the lowest and the highest speed-up over plain
+    decoding of a run.
     """
 
     concurrency: int
@@ -123,7 +123,7 @@ def _together(tokens: Sequence[int], seconds: Sequence[float], count: int) -> li
 
 
 def how_sure(row: Tuned, rows: Sequence[Tuned]) -> str:
-    """The evidence for a recommendation, in words."""
+    """The evidence for a recommendation, as text."""
     plain = next(one for one in rows if one.name == PLAIN and one.concurrency == row.concurrency)
     several = "s" if row.prompts != 1 else ""
     basis = f"{row.prompts} prompt{several} in {row.batches} run{'s' if row.batches != 1 else ''}"
@@ -156,7 +156,7 @@ def _recommended(rows: Sequence[Tuned]) -> list[Tuned]:
 
 
 def _slower_together(rows: Sequence[Tuned]) -> list[str]:
-    """More requests at once that were slower in all: a sign that the machine did something else meanwhile."""
+    """Doubts about rates that fall with the concurrency: a sign that other programs used the machine."""
     found = []
     for name in dict.fromkeys(row.name for row in _recommended(rows)):
         own = sorted((row for row in rows if row.name == name), key=lambda row: row.concurrency)
