@@ -1,6 +1,6 @@
-"""Requests that are nobody's: they stand in an idle engine's cache while passes and drafts over them are timed.
+"""Placeholder requests in an idle engine's cache, over which passes and drafts are timed.
 
-What they leave behind is what any request leaves: pages that whoever gets them next writes before reading.
+They leave only pages behind, and the next owner of a page writes it before reading it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from slipstream.sampling.table import Features
 
 _GREEDY = SamplingParams(temperature=0.0)
 _SPARE = 2 * (MAX_NODES + 1)
-"""Places behind each of them: for a draft's rows, and for a drafter that goes on behind them."""
+"""Cache slots after the context of each request: for the rows of a draft, and for the drafter's own rows after them."""
 
 Work = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
 class Posed:
-    """So many requests, each with as many tokens, in the engine's first slots."""
+    """Placeholder requests with `context` tokens each, in the engine's first slots."""
 
     engine: Engine
     tables: tuple[PageTable, ...]
@@ -42,7 +42,7 @@ class Posed:
         return len(self.tables)
 
     def rewind(self) -> None:
-        """What was timed advanced them, or what drafters take them to have read: back to where they began."""
+        """Reset the requests, and the drafters' state of them, to `context` tokens after a timed pass or draft."""
         if isinstance(self.engine, QueuedEngine):
             self.engine.lanes.rewind(self.requests, self.context)
             return
@@ -53,7 +53,7 @@ class Posed:
                 drafter.resume(_name(i), self.context)
 
     def target_pass(self, rows: int) -> Work:
-        """A pass over so many rows, its choices included, to be run as often as one likes."""
+        """A repeatable forward pass over `rows` rows, including sampling."""
         few, more = divmod(rows, self.requests)
         counts = [few + (i < more) for i in range(self.requests)]
         if isinstance(self.engine, QueuedEngine):
@@ -65,14 +65,14 @@ class Posed:
         return lambda: target.forward(batch, cache).argmax(1)
 
     def read(self, rows: int, *, wide: bool) -> None:
-        """A pass over so many tokens of the first one's prompt, as if it began anew."""
+        """A pass over the first `rows` tokens of the first request's prompt."""
         target = self.engine.target
         ids = torch.ones(rows, dtype=torch.int64, device=target.device)
         batch = PassBatch.behind(self.tables[:1], [0], [rows], ids, target.device)
         target.forward(replace(batch, wide=wide), self.engine.cache)
 
     def draft(self, size: DraftSize) -> Work:
-        """A device drafter's guesses for all of them."""
+        """A repeatable draft of a device drafter for all requests."""
         drafter = self.engine.drafting.drafters[size.drafter]
         assert isinstance(drafter, DeviceDrafter)
         if isinstance(self.engine, QueuedEngine):
@@ -97,7 +97,7 @@ class Posed:
         shape = self._shape(engine, [size.nodes] * self.requests)
         drafter = engine.drafting.drafters[size.drafter]
         assert isinstance(drafter, DeviceDrafter)
-        recent = drafter.unread(1 + size.depth)  # as if the round before had guessed as much
+        recent = drafter.unread(1 + size.depth)  # as after a step with a draft of this depth
         wanted = LoopShape(shape.requests, shape.keys, shape.features, shape.version, (size,), recent)
         loop = engine.rounds.draft_loop(wanted)
         device = engine.target.device
@@ -112,7 +112,7 @@ class Posed:
 def usual_shape(
     engine: QueuedEngine, nodes: Sequence[int], context: int, features: Features, *, is_tree: bool = False
 ) -> RoundShape:
-    """As the rounds of such requests have it: what is captured for it is of use later."""
+    """The shape of a step with these requests, so that a graph captured for it is used again."""
     version = engine.sampling.version_of(features)
     most_keys = engine.plan.most_keys
     return RoundShape.of(
@@ -121,14 +121,14 @@ def usual_shape(
 
 
 def most_context(engine: Engine, requests: int) -> int:
-    """The longest that so many may pose with; below 1 where they do not fit."""
+    """The longest context for this number of requests; below 1 if they do not fit."""
     pages = engine.pool.free_pages // requests
     return min(engine.plan.max_model_len, pages * engine.config.page_size) - _SPARE
 
 
 @contextmanager
 def posed(engine: Engine, requests: int, context: int) -> Iterator[Posed]:
-    """Nobody else may be in the engine."""
+    """Hold placeholder requests in the engine, which must have no others."""
     tables = tuple(PageTable(engine.pool) for _ in range(requests))
     try:
         for slot, table in enumerate(tables):
