@@ -1,11 +1,11 @@
-"""For people who stay in transformers: speculation inside `model.generate`.
+"""Speculation inside transformers' `model.generate`.
 
     model.generate(**inputs, max_new_tokens=200, custom_generate=slipstream.hf.generate, drafter="ngram")
 
-The model, its cache, the logits processors and the stopping criteria are transformers' own; so the tokens are those of
-plain `generate`, sampled ones too, since exactly one random number is drawn for every token, in order. What is ours is
-the guessing: a host drafter's chain is checked in one pass, as far as the planner expects it to pay. It is for one
-prompt at a time; the engine (`slipstream.LLM`) is faster, batches, and has all drafters.
+The model, its cache, the logits processors and the stopping criteria are transformers' own. The tokens are those of
+plain `generate`, sampled ones too, since each token draws exactly one random number, in order. Slipstream adds the
+drafts: each pass verifies a host drafter's chain, as long as the planner expects it to pay. It runs one prompt at a
+time; the engine (`slipstream.LLM`) is faster, runs batches, and has all drafters.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ if TYPE_CHECKING:
 _ID = "hf"
 _NAMED = ("ngram", "suffix", "prediction")
 _INPUTS = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
-"""What `generate` itself prepares for every model, and this loop knows how to do."""
+"""Model inputs that `generate` prepares for every model and that this loop supports."""
 _ROW_SLOPE = {"cpu": 0.15}
 _GPU_SLOPE = 0.01
 MAX_GUESSES = 64
-"""… of a pass, which are in the cache for a while."""
+"""Most draft tokens of a pass. Rejected ones stay in the cache until it is cropped."""
 
 
 @dataclass(slots=True)
 class _Answer:
-    """One prompt in the making."""
+    """The answer to one prompt so far."""
 
     ids: Tensor  # [1, T]: prompt and answer
     tokens: list[int]  # the same without padding; the last one is not in the cache
     done: bool = False
-    scores: list[Tensor] = field(default_factory=list)  # [1, V] each, where they are asked for
+    scores: list[Tensor] = field(default_factory=list)  # [1, V] each, if requested
     logits: list[Tensor] = field(default_factory=list)
 
 
@@ -66,12 +66,12 @@ def generate(
     stream_to: Any = None,
     **model_kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
-    """What `generate` calls in the place of its own loop.
+    """The loop that `generate` runs instead of its own.
 
     drafter: `ngram`, `suffix`, `prediction`, or a `HostDrafter` of your own.
-    draft_tokens: most guesses a pass; None: what the drafter is made for.
-    prediction: the answer as you expect it, as token ids.
-    stream_to: a streamer. `generate` keeps its own argument `streamer` to itself where its loop is replaced.
+    draft_tokens: most draft tokens of a pass; None: the drafter's default.
+    prediction: the expected answer, as token ids.
+    stream_to: a streamer. `generate` does not pass its own argument `streamer` to a custom loop.
     """
     _check(model, input_ids, generation_config)
     _check_inputs(input_ids, model_kwargs)
@@ -88,7 +88,7 @@ def generate(
         return answer.ids
     from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-    made: Any = GenerateDecoderOnlyOutput  # its types know fewer tensors than it takes
+    made: Any = GenerateDecoderOnlyOutput  # its annotations are narrower than its arguments
     output: GenerateDecoderOnlyOutput = made(
         sequences=answer.ids,
         scores=tuple(answer.scores) if generation_config.output_scores else None,
@@ -99,7 +99,7 @@ def generate(
 
 
 class _Loop:
-    """Rounds of draft, one pass, and as many tokens as stand."""
+    """Steps of draft, target pass, and verification."""
 
     def __init__(
         self, model: Any, past: Any, processors: Any, criteria: Any, config: GenerationConfig, streamer: Any
@@ -114,11 +114,11 @@ class _Loop:
 
     @torch.no_grad()
     def run(self, padded: Tensor, ids: Tensor, guesser: _Guesser) -> _Answer:
-        """padded: the prompt as the caller gave it, which is what processors and criteria expect to see."""
+        """padded: the prompt as given by the caller, which processors and criteria expect."""
         answer = _Answer(padded, guesser.tokens)
         if self._streamer is not None:
             self._streamer.put(padded.cpu())
-        logits = self._forward(ids[:, _length(self.past) :], 1)  # the prompt, or what of it is not cached
+        logits = self._forward(ids[:, _length(self.past) :], 1)  # the prompt, without its cached part
         self._take(answer, logits, ())
         while not answer.done:
             chain = guesser.chain()
@@ -127,7 +127,7 @@ class _Loop:
             logits = self._forward(rows, 1 + len(chain))
             accepted = self._take(answer, logits, chain)
             if accepted < len(chain):
-                self.past.crop(accepted - len(chain))  # below 0: so many tokens are taken away
+                self.past.crop(accepted - len(chain))  # a negative length removes that number of tokens
             guesser.observe(chain, accepted, time.perf_counter() - begun)
         if self._streamer is not None:
             self._streamer.end()
@@ -141,7 +141,7 @@ class _Loop:
         return logits
 
     def _take(self, answer: _Answer, logits: Tensor, chain: Sequence[int]) -> int:
-        """Choose tokens one by one, as long as the guesses are what was chosen. How many of them stood."""
+        """Choose tokens one by one while they equal the draft's. Returns the number of accepted draft tokens."""
         for place in range(logits.shape[1]):
             raw = logits[:, place].to(dtype=torch.float32, copy=True)  # [1, V]
             scores = self._processors(answer.ids, raw)
@@ -166,7 +166,7 @@ class _Loop:
 
 
 class _Guesser:
-    """One drafter, for one prompt, under the planner: it guesses as much as pays, and nothing where nothing does."""
+    """One drafter for one prompt. The planner cuts its drafts to the length that pays."""
 
     def __init__(
         self,
@@ -193,7 +193,7 @@ class _Guesser:
         self._guard.start(self._request)
 
     def chain(self) -> tuple[int, ...]:
-        """The guesses for this round."""
+        """The draft of this step."""
         proposed = self._guard.propose([self._request], [self._most], self._round_s)
         (tree,) = self._planner.trim(self._name, [_ID], proposed.trees, proposed.promises, 1)
         self._planner.plan([], Load(1, len(self.tokens)))
@@ -216,7 +216,7 @@ class _Guesser:
 
 
 def _first_path(tree: Tree) -> tuple[int, ...]:
-    """From the root always the first child: the caches of transformers take no branches."""
+    """The chain of first children from the root: transformers' caches hold no branches."""
     chain: list[int] = []
     parent = -1
     for node, (token, above) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
@@ -264,7 +264,7 @@ def _check(model: PreTrainedModel, input_ids: Tensor, config: GenerationConfig) 
 
 
 def _check_inputs(input_ids: Tensor, given: Mapping[str, Any]) -> None:
-    """Refuse what the model would be told by plain `generate` and is not told here: the tokens would be others."""
+    """Refuse inputs that plain `generate` would pass to the model and this loop does not: the tokens would differ."""
     for key, value in given.items():
         if value is not None and key not in _INPUTS:
             raise InvalidRequest(
@@ -273,7 +273,7 @@ def _check_inputs(input_ids: Tensor, given: Mapping[str, Any]) -> None:
     if given.get("use_cache") is False:
         raise InvalidRequest("use_cache=False: guesses are checked with a cache; leave it out")
     places: Tensor | None = given.get("position_ids")
-    if places is not None:  # `generate` makes them of the mask; others are the caller's own
+    if places is not None:  # `generate` derives them from the mask; others come from the caller
         mask = given.get("attention_mask")
         seen = torch.ones_like(input_ids) if mask is None else mask[:, -input_ids.shape[1] :]  # [1, T]
         last = min(places.shape[-1], seen.shape[-1])
@@ -286,12 +286,12 @@ def _check_inputs(input_ids: Tensor, given: Mapping[str, Any]) -> None:
 
 
 def _shown(value: object) -> str:
-    """A tensor by its shape: its values would fill the screen."""
+    """A tensor as its shape, other values shortened."""
     return f"<{list(value.shape)}>" if isinstance(value, Tensor) else repr(value)[:80]
 
 
 def _check_cache(model: PreTrainedModel, past: Any, config: GenerationConfig) -> None:
-    """Wrong guesses are taken out of the cache again: it must be one that can give back what it let go."""
+    """Refuse caches that cannot remove rejected draft tokens."""
     from transformers.cache_utils import DynamicCache, DynamicLayer
 
     remedy = "guesses cannot be taken back there; use slipstream.LLM, or plain generate"

@@ -18,11 +18,11 @@ from slipstream.serve.errors import ApiError
 
 _LONGEST_WAIT_S = 600
 _LATEST = 64
-"""Requests by whose ends the drain rate is measured."""
+"""The number of latest requests whose ends give the drain rate."""
 _PARTS = 4
 """With several tenants, each may fill this fraction of the queue."""
 _AGAIN_S = 5
-"""Retry-After of a server that shuts down: another one should run by then."""
+"""Retry-After of a server that shuts down: time for a new server to start."""
 
 
 class Admission:

@@ -76,7 +76,7 @@ def about(param: str) -> Iterator[None]:
 
 
 def from_exception(error: Exception) -> ApiError:
-    """What the client is told: the whole message if its own request is wrong, else only that something failed."""
+    """The error for the client: with the whole message if the request is wrong, without details if the server failed."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, InvalidRequest | CapacityError):
@@ -93,7 +93,7 @@ def from_exception(error: Exception) -> ApiError:
 
 
 def for_log(error: Exception) -> str:
-    """The log's words for an error: the field of a client's mistake, the whole message of ours."""
+    """The error for the log: the field name if the request is wrong, the whole message if the server failed."""
     told = from_exception(error)
     return told.for_log if told is error or told.status < 500 else f"{type(error).__name__}: {error}"
 

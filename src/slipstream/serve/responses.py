@@ -36,8 +36,8 @@ class Delta:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     origins: list[Origin] | None = None
-    violation: str | None = None  # at the end: what the answer breaks of its schema
-    report: Mapping[str, Any] | None = None  # at the end: what speculation did
+    violation: str | None = None  # at the end: the rule of its schema that the answer breaks
+    report: Mapping[str, Any] | None = None  # at the end: the speculation report
 
     @classmethod
     def of(cls, index: int, output: CompletionOutput) -> Delta:
@@ -140,7 +140,7 @@ class ResponseWriter(ABC):
 
     @abstractmethod
     def around_text(self, index: int) -> tuple[str, str] | None:
-        """What stands before and behind the text in an event of this choice that has only text, as nearly all have.
+        """The parts before and after the text in an event of this choice that has only text, as nearly all have.
 
         None: the events of this response have more.
         """
@@ -361,9 +361,9 @@ def _usage(record: Record, *, predicted: bool) -> dict[str, Any]:
 
 
 def speculation_report(answer: AnswerRecord, off: str | None = None) -> dict[str, Any]:
-    """What speculation did for one answer. tau counts the target's own token.
+    """The counts and times of speculation for one answer. tau counts the target's own token.
 
-    off: why it could not be on, where that was known beforehand.
+    off: why speculation was impossible for this request, if that was known beforehand.
     """
     stats, timing = answer.speculation, answer.timing
     seconds = {

@@ -30,7 +30,7 @@ from slipstream.core.settings import Setting
 from slipstream.serve.errors import UNSUPPORTED, refused
 
 _MOST_UNKNOWN = 8
-"""Unknown fields of one object that are named. A body may have very many."""
+"""Most unknown fields of one object that are named."""
 
 Whole = Annotated[int, Field(ge=0, le=2**62)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=2**31 - 1)]], Field(fail_fast=True, min_length=1)]

@@ -1,4 +1,4 @@
-"""Runs the service: a uvicorn server with a limit on connections, which drains when it is told to end."""
+"""Runs the service: a uvicorn server with a limit on connections, which drains on SIGTERM and SIGINT."""
 
 from __future__ import annotations
 

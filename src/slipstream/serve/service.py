@@ -51,7 +51,7 @@ _SHORT = 4096
 _MOST_IGNORED = 16
 """Unknown fields of one request that its answer names."""
 _MOST_NAMED = 256
-"""Unknown fields that the log names, each once. Clients may invent more for ever."""
+"""Most unknown fields that the log names, each once: clients can send any number."""
 Made = TypeVar("Made")
 
 
@@ -190,7 +190,7 @@ class Service:
         )
 
     def _off(self, params: SamplingParams) -> str | None:
-        """Why nothing can be drafted for such a request; None: something may be."""
+        """Why no drafts can be made for a request with these parameters; None: they can."""
         if not params.speculation.enabled:
             return "the request turned it off"
         if not self.llm.speculates:

@@ -26,7 +26,7 @@ _PLACE = "slipstream.record"
 _MOST_WAITING = 10_000
 _LAST_S = 2.0
 _DRAINING = 503
-"""The status of a server that drains: no error of ours."""
+"""The status of a server that drains, which is not logged as an error."""
 
 
 @dataclass(slots=True)
@@ -179,7 +179,7 @@ def log_to_stderr(form: LogFormat) -> logging.Handler:
 
 
 def log_failure(record: Record, error: Exception) -> None:
-    """Log the traceback of an error of ours."""
+    """Log the traceback of an internal error."""
     log.error("failed", exc_info=error, extra={"fields": {"request_id": record.id}})
 
 
@@ -228,7 +228,7 @@ class Tracer:
         self._server, self._error = SpanKind.SERVER, StatusCode.ERROR
 
     def trace(self, scope: Scope, record: Record, endpoint: str) -> None:
-        """A span in the trace that the request's headers name. endpoint: a path of ours, or "other"."""
+        """A span in the trace that the request's headers name. endpoint: a known path, or "other"."""
         headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]}
         method = record.method if record.method in _METHODS else "_OTHER"
         attributes: dict[str, str | int | float] = {

@@ -180,7 +180,7 @@ class HermesParser(ToolParser):
 
 
 class LlamaParser(ToolParser):
-    """An answer whose first object is no call is all text. After a call only calls are returned."""
+    """If the first object of an answer is no call, the whole answer is text. After a call only calls are returned."""
 
     _TAG = "<|python_tag|>"
     begin, end, separator = '{"name": "%s", "parameters": ', "}", "; "
