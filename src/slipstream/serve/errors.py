@@ -76,7 +76,7 @@ def about(param: str) -> Iterator[None]:
 
 
 def from_exception(error: Exception) -> ApiError:
-    """The error for the client: with the whole message if the request is wrong, without details if the server failed."""
+    """The error for the client: the whole message if the request is wrong, no details if the server failed."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, InvalidRequest | CapacityError):
