@@ -14,13 +14,12 @@ from slipstream.serve.admission import Drain
 from slipstream.serve.responses import (
     ChatWriter,
     CompletionWriter,
-    Delta,
     ResponseOptions,
     ResponseWriter,
     quoted,
     speculation_report,
 )
-from slipstream.serve.streaming import EngineResponse, Work
+from slipstream.serve.streaming import EngineResponse
 from slipstream.serve.telemetry import AnswerRecord, Record
 from slipstream.serve.tools import HermesParser
 
@@ -38,7 +37,7 @@ def test_the_short_way_writes_the_same_bytes(kind: type[ResponseWriter], usage: 
     around = kind(options(usage=usage)).around_text(3)
     assert around is not None
     told = f"{around[0]}{quoted(text)}{around[1]}"
-    assert told == kind(options(usage=usage)).events(Delta(3, text))
+    assert told == kind(options(usage=usage)).events(CompletionOutput(3, text))
     assert json.loads(told.removeprefix("data: "))["choices"][0]["index"] == 3
 
 
@@ -71,9 +70,9 @@ class Counting(CompletionWriter):
 
     long = 0
 
-    def events(self, delta: Delta) -> str:
+    def events(self, delta: CompletionOutput, report: Any = None) -> str:
         self.long += 1
-        return super().events(delta)
+        return super().events(delta, report)
 
 
 def sent_for(arrivals: list[list[RequestOutput]]) -> tuple[list[str], int]:
@@ -89,7 +88,7 @@ def sent_for(arrivals: list[list[RequestOutput]]) -> tuple[list[str], int]:
     writer: Any = Counting(options(usage=False))
     job: Any = SimpleNamespace(id="r", prompt_ids=[1])
     llm: Any = SimpleNamespace(start=lambda *_: Scripted(arrivals))
-    response = EngineResponse(llm, Work([job], 1, writer, True, 60, lambda _: None), Drain(5))
+    response = EngineResponse(llm, [job], 1, writer, streamed=True, timeout_s=60, done=lambda _: None, drain=Drain(5))
     scope: dict[str, Any] = {}
     Record().attach(scope)
     asyncio.run(response(scope, receive, send))

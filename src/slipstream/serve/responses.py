@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from json.encoder import encode_basestring
 from typing import Any
 
-from slipstream.core.outputs import CompletionOutput, FinishReason, Logprob, Origin
+from slipstream.core.outputs import CompletionOutput, Logprob
 from slipstream.serve.telemetry import AnswerRecord, Record
 from slipstream.serve.tools import Call, Parsed, ToolParser
 
@@ -23,73 +23,6 @@ _LONGEST = 6  # bytes of an escaped character
 _REPORT = 4096  # bytes; a padded choice with a report has a multiple of them
 _NO_LOGPROB = -9999.0
 """OpenAI's number for a token that is impossible: JSON has no infinity."""
-
-
-@dataclass(slots=True)
-class Delta:
-    """The new part of one choice, or all of it."""
-
-    index: int
-    text: str = ""
-    logprobs: list[Mapping[int, Logprob]] | None = None
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    origins: list[Origin] | None = None
-    violation: str | None = None  # at the end: the rule of its schema that the answer breaks
-    report: Mapping[str, Any] | None = None  # at the end: the speculation report
-
-    @classmethod
-    def of(cls, index: int, output: CompletionOutput) -> Delta:
-        return cls(
-            index,
-            output.text,
-            output.logprobs,
-            output.token_ids,
-            output.finish_reason,
-            output.stop_reason,
-            output.origins,
-            output.violation,
-        )
-
-    @property
-    def empty(self) -> bool:
-        return not (self.text or self.logprobs or self.origins or self.finish_reason)
-
-    @property
-    def shown_tokens(self) -> Iterator[tuple[int, Mapping[int, Logprob]]]:
-        """Tokens with their log probabilities, without an end token that the text does not have."""
-        pairs = list(zip(self.token_ids, self.logprobs or (), strict=True))
-        if self.finish_reason == "stop" and self.stop_reason is None and pairs:
-            token, entry = pairs[-1]
-            if not self.text.endswith(entry[token].decoded_token):
-                pairs.pop()
-        return iter(pairs)
-
-    def add(self, output: CompletionOutput) -> None:
-        self.text += output.text
-        self.token_ids = [*self.token_ids, *output.token_ids]
-        if output.logprobs is not None:
-            self.logprobs = [*(self.logprobs or ()), *output.logprobs]
-        if output.origins is not None:
-            self.origins = [*(self.origins or ()), *output.origins]
-        self.finish_reason = output.finish_reason
-        self.stop_reason = output.stop_reason
-        self.violation = output.violation
-
-    def ending(self, reason: str | None = None) -> dict[str, Any]:
-        """Why the choice ended, if it did. reason: the endpoint's own word for it."""
-        told: dict[str, Any] = {"finish_reason": reason or self.finish_reason}
-        if self.stop_reason is not None:
-            told["stop_reason"] = self.stop_reason
-        if self.violation is not None:
-            told["violation"] = self.violation
-        return told
-
-    def origins_json(self) -> list[dict[str, Any]]:
-        """The drafters of each token. `text_end` counts from the beginning of the choice's text."""
-        pairs = zip(self.token_ids, self.origins or (), strict=True)
-        return [{"token": token, **asdict(origin)} for token, origin in pairs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +51,10 @@ class ResponseOptions:
 
 
 class ResponseWriter(ABC):
-    """Writes one response. It tracks the progress of each choice, so it belongs to one response alone."""
+    """Writes one response. It tracks the progress of each choice, so it belongs to one response alone.
+
+    A `delta` is the new part of a choice, or all of it: an output of the engine, whose index is that of the choice.
+    """
 
     kind: str
     chunk_kind: str
@@ -131,12 +67,12 @@ class ResponseWriter(ABC):
         self._event_bytes = len(self._head.encode()) + _ROOM + _LONGEST * (options.chunk_chars or 0)
 
     @abstractmethod
-    def choice(self, delta: Delta) -> dict[str, Any]:
+    def choice(self, delta: CompletionOutput) -> dict[str, Any]:
         """A whole choice."""
 
     @abstractmethod
-    def events(self, delta: Delta) -> str:
-        """The events of a stream for a part of a choice."""
+    def events(self, delta: CompletionOutput, report: Mapping[str, Any] | None = None) -> str:
+        """The events of a stream for a part of a choice. report: the speculation report, at the end of the choice."""
 
     @abstractmethod
     def around_text(self, index: int) -> tuple[str, str] | None:
@@ -153,14 +89,14 @@ class ResponseWriter(ABC):
         """Set the usage that the next events report."""
         self._tail = f',"usage":{json.dumps(_token_counts(record, tokens))}}}\n\n'
 
-    def whole(self, deltas: Sequence[Delta], record: Record) -> bytes:
+    def whole(self, deltas: Sequence[CompletionOutput], record: Record) -> bytes:
         options = self.options
         choices = [self.choice(delta) for delta in deltas]
         for choice, delta, answer in zip(choices, deltas, record.answers, strict=True):
             if options.token_ids:
                 choice["token_ids"] = delta.token_ids
             if delta.origins is not None:
-                choice["origins"] = delta.origins_json()
+                choice["origins"] = _origins(delta)
             if options.report:
                 choice["speculation"] = speculation_report(answer, options.off)
         body = {
@@ -177,17 +113,19 @@ class ResponseWriter(ABC):
         """The end of a stream. As OpenAI's, the event with the usage has no choice."""
         if not self.options.usage:
             return DONE
-        told = {"usage": _usage(record, predicted=self.options.predicted)}
-        return (self._head + '"choices":[],' + json.dumps(told)[1:] + "\n\n").encode() + DONE
+        fields = {"usage": _usage(record, predicted=self.options.predicted)}
+        return (self._head + '"choices":[],' + json.dumps(fields)[1:] + "\n\n").encode() + DONE
 
-    def _event(self, delta: Delta, content: str, logprobs: Any, reason: str | None = None) -> str:
+    def _event(
+        self, delta: CompletionOutput, content: str, logprobs: Any, report: Any, reason: str | None = None
+    ) -> str:
         """An event with one choice. content: its own field, as JSON."""
         logs = "null" if logprobs is None else json.dumps(logprobs)
-        end = '"finish_reason":null' if delta.finish_reason is None else _members(delta.ending(reason))
+        end = '"finish_reason":null' if delta.finish_reason is None else _members(_ending(delta, reason))
         ids = f',"token_ids":{json.dumps(delta.token_ids)}' if self.options.token_ids else ""
-        origins = f',"origins":{json.dumps(delta.origins_json())}' if delta.origins else ""
-        report = "" if delta.report is None else f',"speculation":{json.dumps(delta.report)}'
-        return self._padded(f'{{"index":{delta.index},{content},"logprobs":{logs},{end}{ids}{origins}{report}}}')
+        origins = f',"origins":{json.dumps(_origins(delta))}' if delta.origins else ""
+        stats = "" if report is None else f',"speculation":{json.dumps(report)}'
+        return self._padded(f'{{"index":{delta.index},{content},"logprobs":{logs},{end}{ids}{origins}{stats}}}')
 
     def _padded(self, choice: str) -> str:
         if self.options.chunk_chars is None:
@@ -210,13 +148,13 @@ class CompletionWriter(ResponseWriter):
         self._echoing = bool(echoes)
         self._offsets: dict[int, int] = {}  # by choice: characters of its earlier tokens
 
-    def choice(self, delta: Delta) -> dict[str, Any]:
+    def choice(self, delta: CompletionOutput) -> dict[str, Any]:
         text = self._echoes.pop(delta.index, "") + delta.text
-        return {"index": delta.index, "text": text, "logprobs": self._logprobs(delta), **delta.ending()}
+        return {"index": delta.index, "text": text, "logprobs": self._logprobs(delta), **_ending(delta)}
 
-    def events(self, delta: Delta) -> str:
+    def events(self, delta: CompletionOutput, report: Mapping[str, Any] | None = None) -> str:
         text = self._echoes.pop(delta.index, "") + delta.text
-        return self._event(delta, f'"text":{quoted(text)}', self._logprobs(delta))
+        return self._event(delta, f'"text":{quoted(text)}', self._logprobs(delta), report)
 
     def around_text(self, index: int) -> tuple[str, str] | None:
         if self._echoing or not self.options.only_text:
@@ -224,21 +162,21 @@ class CompletionWriter(ResponseWriter):
         before = f'{self._head}"choices":[{{"index":{index},"text":'
         return before, f',"logprobs":null,"finish_reason":null}}]{self._tail}'
 
-    def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
+    def _logprobs(self, delta: CompletionOutput) -> dict[str, Any] | None:
         """OpenAI's old format: parallel lists."""
         if delta.logprobs is None:
             return None
-        told: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        fields: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         at = self._offsets.get(delta.index, 0)
-        for token, position in delta.shown_tokens:
+        for token, position in _shown_tokens(delta):
             mine, ranked = position[token], sorted(position.values(), key=lambda entry: entry.rank)
-            told["tokens"].append(mine.decoded_token)
-            told["token_logprobs"].append(max(mine.logprob, _NO_LOGPROB))
-            told["top_logprobs"].append({one.decoded_token: max(one.logprob, _NO_LOGPROB) for one in ranked})
-            told["text_offset"].append(at)
+            fields["tokens"].append(mine.decoded_token)
+            fields["token_logprobs"].append(max(mine.logprob, _NO_LOGPROB))
+            fields["top_logprobs"].append({one.decoded_token: max(one.logprob, _NO_LOGPROB) for one in ranked})
+            fields["text_offset"].append(at)
             at += len(mine.decoded_token)
         self._offsets[delta.index] = at
-        return told
+        return fields
 
 
 class ChatWriter(ResponseWriter):
@@ -268,28 +206,28 @@ class ChatWriter(ResponseWriter):
         role = '"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
         return "".join(self._padded(f'{{"index":{index},{role}') for index in range(choices))
 
-    def choice(self, delta: Delta) -> dict[str, Any]:
+    def choice(self, delta: CompletionOutput) -> dict[str, Any]:
         parsed = self._parse(delta, last=True)
         message: dict[str, Any] = {"role": "assistant", "content": parsed.text, "refusal": None}
         if parsed.calls:
             message["content"] = parsed.text or None
             message["tool_calls"] = [_call(call) for call in parsed.calls]
-        ending = delta.ending(self._reason(delta))
+        ending = _ending(delta, self._reason(delta))
         return {"index": delta.index, "message": message, "logprobs": self._logprobs(delta), **ending}
 
-    def events(self, delta: Delta) -> str:
+    def events(self, delta: CompletionOutput, report: Mapping[str, Any] | None = None) -> str:
         if self._make_parser is None:
             content = f'{{"content":{quoted(delta.text)}}}' if delta.text else "{}"
         else:
             first = self._called.get(delta.index, 0)
             parsed = self._parse(delta, last=delta.finish_reason is not None)
-            told: dict[str, Any] = {"content": parsed.text} if parsed.text else {}
+            fields: dict[str, Any] = {"content": parsed.text} if parsed.text else {}
             if parsed.calls:
-                told["tool_calls"] = [{"index": first + i, **_call(call)} for i, call in enumerate(parsed.calls)]
-            if not (told or delta.finish_reason or delta.logprobs or delta.origins or self.options.token_ids):
+                fields["tool_calls"] = [{"index": first + i, **_call(call)} for i, call in enumerate(parsed.calls)]
+            if not (fields or delta.finish_reason or delta.logprobs or delta.origins or self.options.token_ids):
                 return ""
-            content = json.dumps(told)
-        return self._event(delta, f'"delta":{content}', self._logprobs(delta), self._reason(delta))
+            content = json.dumps(fields)
+        return self._event(delta, f'"delta":{content}', self._logprobs(delta), report, self._reason(delta))
 
     def around_text(self, index: int) -> tuple[str, str] | None:
         if self._make_parser is not None or not self.options.only_text:
@@ -297,7 +235,7 @@ class ChatWriter(ResponseWriter):
         before = f'{self._head}"choices":[{{"index":{index},"delta":{{"content":'
         return before, f'}},"logprobs":null,"finish_reason":null}}]{self._tail}'
 
-    def _parse(self, delta: Delta, *, last: bool) -> Parsed:
+    def _parse(self, delta: CompletionOutput, *, last: bool) -> Parsed:
         if self._make_parser is None:
             return Parsed(delta.text)
         if delta.index not in self._parsers:
@@ -306,17 +244,17 @@ class ChatWriter(ResponseWriter):
         self._called[delta.index] = self._called.get(delta.index, 0) + len(parsed.calls)
         return parsed
 
-    def _reason(self, delta: Delta) -> str | None:
+    def _reason(self, delta: CompletionOutput) -> str | None:
         return "tool_calls" if delta.finish_reason == "stop" and self._called.get(delta.index) else None
 
-    def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
+    def _logprobs(self, delta: CompletionOutput) -> dict[str, Any] | None:
         if delta.logprobs is None:
             return None
         content = []
-        for token, position in delta.shown_tokens:
+        for token, position in _shown_tokens(delta):
             best = sorted(position, key=lambda one: position[one].rank)[: self._top]
-            told = [self._entry(one, position[one]) for one in best]
-            content.append({**self._entry(token, position[token]), "top_logprobs": told})
+            fields = [self._entry(one, position[one]) for one in best]
+            content.append({**self._entry(token, position[token]), "top_logprobs": fields})
         return {"content": content, "refusal": None}
 
     def _entry(self, token: int, entry: Logprob) -> dict[str, Any]:
@@ -324,12 +262,50 @@ class ChatWriter(ResponseWriter):
         return {"token": entry.decoded_token, "logprob": max(entry.logprob, _NO_LOGPROB), "bytes": written}
 
 
+def extend(delta: CompletionOutput, output: CompletionOutput) -> None:
+    """Add the next output of the choice to `delta`."""
+    delta.text += output.text
+    delta.token_ids = [*delta.token_ids, *output.token_ids]
+    if output.logprobs is not None:
+        delta.logprobs = [*(delta.logprobs or ()), *output.logprobs]
+    if output.origins is not None:
+        delta.origins = [*(delta.origins or ()), *output.origins]
+    for name in ("finish_reason", "stop_reason", "violation"):
+        setattr(delta, name, getattr(output, name))
+
+
+def _shown_tokens(delta: CompletionOutput) -> list[tuple[int, Mapping[int, Logprob]]]:
+    """Tokens with their log probabilities, without an end token that the text does not have."""
+    pairs = list(zip(delta.token_ids, delta.logprobs or (), strict=True))
+    if delta.finish_reason == "stop" and delta.stop_reason is None and pairs:
+        token, entry = pairs[-1]
+        if not delta.text.endswith(entry[token].decoded_token):
+            pairs.pop()
+    return pairs
+
+
+def _ending(delta: CompletionOutput, reason: str | None = None) -> dict[str, Any]:
+    """Why the choice ended, if it did. reason: the endpoint's own word for it."""
+    fields: dict[str, Any] = {"finish_reason": reason or delta.finish_reason}
+    for name in ("stop_reason", "violation"):
+        if getattr(delta, name) is not None:
+            fields[name] = getattr(delta, name)
+    return fields
+
+
+def _origins(delta: CompletionOutput) -> list[dict[str, Any]]:
+    """The drafters of each token. `text_end` counts from the beginning of the choice's text."""
+    return [
+        {"token": token, **asdict(origin)} for token, origin in zip(delta.token_ids, delta.origins or (), strict=True)
+    ]
+
+
 def quoted(text: str) -> str:
     """A text as JSON in UTF-8, with three characters escaped that some readers of streams take for line ends."""
-    told = encode_basestring(text)
-    if told.isascii():
-        return told
-    return told.replace("\x85", "\\u0085").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+    written = encode_basestring(text)
+    if written.isascii():
+        return written
+    return written.replace("\x85", "\\u0085").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
 def _members(value: Mapping[str, Any]) -> str:
@@ -348,16 +324,16 @@ def _token_counts(record: Record, generated: int) -> dict[str, Any]:
 
 def _usage(record: Record, *, predicted: bool) -> dict[str, Any]:
     """OpenAI's `usage`, with the accepted and rejected tokens of a prediction."""
-    told = _token_counts(record, record.completion_tokens)
-    told["prompt_tokens_details"] = {"cached_tokens": record.cached_tokens}
+    fields = _token_counts(record, record.completion_tokens)
+    fields["prompt_tokens_details"] = {"cached_tokens": record.cached_tokens}
     if predicted:
         stats = record.speculation.by_drafter.get("prediction")
         accepted, drafted = (stats.accepted, stats.drafted) if stats else (0, 0)
-        told["completion_tokens_details"] = {
+        fields["completion_tokens_details"] = {
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": drafted - accepted,
         }
-    return told
+    return fields
 
 
 def speculation_report(answer: AnswerRecord, off: str | None = None) -> dict[str, Any]:

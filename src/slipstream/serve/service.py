@@ -40,7 +40,7 @@ from slipstream.serve.schemas import (
     text_of,
     unknown_fields,
 )
-from slipstream.serve.streaming import EngineResponse, Work
+from slipstream.serve.streaming import EngineResponse
 from slipstream.serve.telemetry import Record, log
 from slipstream.serve.tools import MAX_CALLS, ToolParser, parser_for
 
@@ -340,8 +340,10 @@ class Service:
 
         try:
             jobs, writer = await self._prepared(make, record, slow=params.structured_outputs is not None)
-            work = Work(jobs, params.n, writer, bool(asked.stream), limits.request_s, done)
-            response = EngineResponse(self.llm, work, self.drain)
+            streamed, timeout_s = bool(asked.stream), limits.request_s
+            response = EngineResponse(
+                self.llm, jobs, params.n, writer, streamed=streamed, timeout_s=timeout_s, done=done, drain=self.drain
+            )
         except BaseException:
             self.admission.leave(record.tenant, answers, ran=False)
             raise

@@ -6,8 +6,9 @@ When the client leaves or the time is up, the request's work in the engine ends 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -19,7 +20,7 @@ from slipstream.engine.requests import Request
 from slipstream.engine.streams import OutputStream
 from slipstream.serve.admission import Drain
 from slipstream.serve.errors import ApiError, for_log, from_exception
-from slipstream.serve.responses import DONE, Delta, ResponseWriter, quoted, speculation_report
+from slipstream.serve.responses import DONE, ResponseWriter, extend, quoted, speculation_report
 from slipstream.serve.telemetry import AnswerRecord, Record, log_failure
 
 _STREAM_HEADERS = [
@@ -31,37 +32,36 @@ _GRACE_S = 5.0
 """Time beyond the request's own for a client to read the rest."""
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """Request requests with `n` answers each, and how to write them. done: called once, when the request is over."""
-
-    jobs: Sequence[Request]
-    n: int
-    writer: ResponseWriter
-    streamed: bool
-    timeout_s: float
-    done: Callable[[Record], None]
-
-
 class EngineResponse(Response):
-    """Runs the work while it is sent: a response learns when its client leaves.
+    """Runs requests with `n` answers each while it sends these: a response learns when its client leaves.
 
-    Errors before the first byte are raised, and the application answers with them.
+    done: called once, when the HTTP request is over. Errors before the first byte are raised, and the application
+    answers with them.
     """
 
-    def __init__(self, llm: EngineProcess, work: Work, drain: Drain) -> None:
+    def __init__(
+        self,
+        llm: EngineProcess,
+        jobs: Sequence[Request],
+        n: int,
+        writer: ResponseWriter,
+        *,
+        streamed: bool,
+        timeout_s: float,
+        done: Callable[[Record], None],
+        drain: Drain,
+    ) -> None:
         super().__init__()
-        self._drain = drain
-        self._llm = llm
-        self._work = work
-        self._choice = {job.id: i * work.n for i, job in enumerate(work.jobs)}  # by request: its first choice
-        count = work.n * len(work.jobs)
+        self._llm, self._jobs, self._writer, self._drain = llm, jobs, writer, drain
+        self._streamed, self._timeout_s, self._done = streamed, timeout_s, done
+        self._choice = {job.id: i * n for i, job in enumerate(jobs)}  # by request: its first choice
+        count = n * len(jobs)
         self._ends: list[CompletionOutput | None] = [None] * count
         self._tokens = [0] * count
         self._cached = 0
-        self._chunk_chars = work.writer.options.chunk_chars
+        self._chunk_chars = writer.options.chunk_chars
         self._held = [""] * count  # text that does not fill a chunk yet
-        self._around = [work.writer.around_text(index) for index in range(count)] if work.streamed else []
+        self._around = [writer.around_text(index) for index in range(count)] if streamed else []
 
     @property
     def tokens(self) -> int:
@@ -69,50 +69,50 @@ class EngineResponse(Response):
         return sum(self._tokens)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        record, work = Record.of(scope), self._work
-        record.streamed = work.streamed
-        record.prompt_tokens = sum(len(job.prompt_ids) for job in work.jobs)
+        record = Record.of(scope)
+        record.streamed = self._streamed
+        record.prompt_tokens = sum(len(job.prompt_ids) for job in self._jobs)
         try:
-            stream = self._llm.start(*work.jobs)
+            stream = self._llm.start(*self._jobs)
         except BaseException:
-            work.done(record)
+            self._done(record)
             raise
         loop = asyncio.get_running_loop()
         late = ApiError(
             408,
-            f"the answer took more than {work.timeout_s:g} s; ask for fewer tokens (max_tokens), or have the server "
+            f"the answer took more than {self._timeout_s:g} s; ask for fewer tokens (max_tokens), or have the server "
             "started with a longer --request-timeout",
             code="timeout",
             headers={"x-should-retry": "false"},  # else OpenAI's clients ask for the same again
         )
-        timer = loop.call_later(work.timeout_s, stream.fail, late)
+        timer = loop.call_later(self._timeout_s, stream.fail, late)
         watcher = asyncio.create_task(_watch(receive, stream, record))
         try:
-            async with asyncio.timeout(work.timeout_s + _GRACE_S):
+            async with asyncio.timeout(self._timeout_s + _GRACE_S):
                 with self._drain.following(stream):
-                    await (self._stream(stream, record, send) if work.streamed else self._whole(stream, record, send))
+                    await (self._stream if self._streamed else self._whole)(stream, record, send)
         finally:
             timer.cancel()
             watcher.cancel()
             stream.close()
-            work.done(record)
+            self._done(record)
 
     async def _whole(self, stream: OutputStream, record: Record, send: Send) -> None:
-        deltas = [Delta(index) for index in range(len(self._ends))]
+        deltas = [CompletionOutput(index) for index in range(len(self._ends))]
         while arrived := await stream.take():
             for request in arrived:
                 for index, output in self._new(request):
-                    deltas[index].add(output)
+                    extend(deltas[index], output)
         if record.disconnected:
             return
         self._close(record)
-        body = self._work.writer.whole(deltas, record)
+        body = self._writer.whole(deltas, record)
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
     async def _stream(self, stream: OutputStream, record: Record, send: Send) -> None:
-        writer, begun = self._work.writer, False
+        writer, begun = self._writer, False
         try:
             while arrived := await stream.take():
                 if begun and (quick := self._only_text(arrived)) is not None:
@@ -122,7 +122,7 @@ class EngineResponse(Response):
                 deltas = self._deltas(arrived)
                 if writer.options.running:
                     writer.set_usage(record, sum(self._tokens))
-                events = [writer.events(delta) for delta in deltas]
+                events = [writer.events(delta, self._report(delta)) for delta in deltas]
                 if not begun:
                     events.insert(0, writer.opening(len(self._ends)))
                     await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
@@ -178,32 +178,35 @@ class EngineResponse(Response):
                 self._ends[index] = output  # the last one has the counts and times
         return found
 
-    def _deltas(self, arrived: Sequence[RequestOutput]) -> list[Delta]:
+    def _deltas(self, arrived: Sequence[RequestOutput]) -> list[CompletionOutput]:
         """The new part of each choice: one, or one for each chunk."""
-        deltas: dict[int, Delta] = {}
+        deltas: dict[int, CompletionOutput] = {}
         for request in arrived:
             for index, output in self._new(request):
                 if index in deltas:
-                    deltas[index].add(output)
+                    extend(deltas[index], output)
                 elif output.text or output.token_ids or output.finish_reason is not None:
-                    deltas[index] = Delta.of(index, output)
-        options = self._work.writer.options
-        if options.report:
-            for index, delta in deltas.items():
-                if (end := self._ends[index]) is not None:
-                    delta.report = speculation_report(_answer(end, self._tokens[index]), options.off)
-        if self._chunk_chars is None:
-            return [delta for delta in deltas.values() if options.token_ids or not delta.empty]
-        return [part for delta in deltas.values() for part in self._chunks(delta, self._chunk_chars)]
+                    deltas[index] = replace(output, index=index)
+        if self._chunk_chars is not None:
+            return [part for delta in deltas.values() for part in self._chunks(delta, self._chunk_chars)]
+        ids = self._writer.options.token_ids
+        return [d for d in deltas.values() if ids or d.text or d.logprobs or d.origins or d.finish_reason]
 
-    def _chunks(self, delta: Delta, size: int) -> list[Delta]:
+    def _report(self, delta: CompletionOutput) -> Mapping[str, Any] | None:
+        """The speculation report of a choice that ends, if the client asked for it."""
+        end, options = self._ends[delta.index], self._writer.options
+        if end is None or not options.report or delta.finish_reason is None:
+            return None
+        return speculation_report(_answer(end, self._tokens[delta.index]), options.off)
+
+    def _chunks(self, delta: CompletionOutput, size: int) -> list[CompletionOutput]:
         """Deltas of `size` characters each. The last one of a choice has the rest and the end."""
         text = self._held[delta.index] + delta.text
         whole = len(text) // size * size
         ends = delta.finish_reason is not None
         if ends and whole == len(text):
             whole = max(0, whole - size)  # the end has a text as well
-        chunks = [Delta(delta.index, text[at : at + size]) for at in range(0, whole, size)]
+        chunks = [CompletionOutput(delta.index, text[at : at + size]) for at in range(0, whole, size)]
         self._held[delta.index] = text[whole:]
         return (
             [*chunks, replace(delta, text=text[whole:], logprobs=None, token_ids=[], origins=None)] if ends else chunks
