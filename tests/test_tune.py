@@ -28,7 +28,7 @@ from slipstream.bench.tune import (
 from slipstream.cli.main import main
 from slipstream.cli.options import Common
 from slipstream.cli.serve import _with_config
-from slipstream.cli.tune import _telling
+from slipstream.cli.tune import _noting_levels
 from slipstream.core.errors import ConfigError
 
 
@@ -196,7 +196,7 @@ def test_its_help_has_only_what_it_heeds(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_what_is_measured_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    tell = _telling()
+    tell = _noting_levels()
     for level in (1, 4):
         for name in ("plain", "suffix"):
             tell(level, name)

@@ -239,7 +239,7 @@ def _made(drafter: str | HostDrafter) -> HostDrafter:
         raise ConfigError(f"drafter={made!r}: must be {', '.join(_NAMED)}, or an object (no class) of a HostDrafter")
     if made.needs.choices or made.whole:
         raise ConfigError(
-            f"drafter={type(made).__name__}: learns from what is chosen at every node, which is not told here; must be "
+            f"drafter={type(made).__name__}: needs the choice at every node, which is not available here; must be "
             f"{', '.join(_NAMED)} or another HostDrafter"
         )
     return made
@@ -259,7 +259,7 @@ def _check(model: PreTrainedModel, input_ids: Tensor, config: GenerationConfig) 
             raise InvalidRequest(f"{key}=True: not kept here; leave it out")
     if (looked_up := getattr(config, "prompt_lookup_num_tokens", None)) is not None:
         raise InvalidRequest(
-            f"prompt_lookup_num_tokens={looked_up}: not heard here; give drafter='ngram', draft_tokens={looked_up}"
+            f"prompt_lookup_num_tokens={looked_up}: has no effect here; give drafter='ngram', draft_tokens={looked_up}"
         )
 
 

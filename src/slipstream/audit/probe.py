@@ -18,7 +18,7 @@ _BRANCHING = 3  # nodes of a level: a wrong one, its continuation, the right one
 
 
 class Probe(HostDrafter):
-    """Drafts from plain answers that it is told."""
+    """Drafts from registered plain answers."""
 
     name: ClassVar[str] = PROBE
     bounded: ClassVar[bool] = True

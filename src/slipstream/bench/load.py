@@ -287,10 +287,10 @@ def main() -> None:
     options = parser.parse_args()
     servers = dict(one.partition("=")[::2] for one in options.server)
     found = asyncio.run(measure(servers, options.scenario or SCENARIOS, options.seconds))
-    told = json.dumps({"servers": list(servers), "scenarios": found})
+    report = json.dumps({"servers": list(servers), "scenarios": found})
     if options.json is not None:
-        options.json.write_text(told + "\n")
-    print(told)
+        options.json.write_text(report + "\n")
+    print(report)
 
 
 if __name__ == "__main__":

@@ -212,8 +212,8 @@ def listening() -> Iterator[Listener]:
                 bar.advance(self.task, steps)
 
             def done(self, check: Check | None) -> None:
-                told = f": {check.outcome}" if check is not None else ""
-                console.print(self.line + told, markup=False, highlight=False, soft_wrap=True, style="dim")
+                outcome = f": {check.outcome}" if check is not None else ""
+                console.print(self.line + outcome, markup=False, highlight=False, soft_wrap=True, style="dim")
 
         yield Shown()
 

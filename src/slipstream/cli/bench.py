@@ -207,13 +207,13 @@ def bench(
     write_json(own.json_file, result, samples=report.samples_json(cells, len(modes)))
     if breaking.happened:
         made, whole = sum(len(cell.samples) for cell in cells), sum(len(cell.work.units) for cell in cells)
-        told = sum(
+        compared = sum(
             row.prompts for one in summaries for row in one.rows if (row.category, row.mode) == (report.ALL, run.PLAIN)
         )
         asked = sum(len(unit.prompts) for cell in cells for unit in cell.work.units)
         note(
-            f"{made} of {whole * len(modes) * own.repeats} measurements were made, {told} of {asked} prompts in all "
-            "modes",
+            f"{made} of {whole * len(modes) * own.repeats} measurements were made, {compared} of {asked} prompts in "
+            "all modes",
             style="yellow",
         )
         raise typer.Exit(130)
@@ -306,13 +306,13 @@ def at_rates(
     for line in (*full, *remarks, *busy_warning(load)):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     rows = [{"rate": rate, "speculation": way, **asdict(outcome)} for rate, outcome in outcomes]
-    told = {"model": common.model, "seed": params.seed, **load, "remarks": remarks}
-    write_json(json_file, {**told, "latency_target": asdict(targets), "rows": rows})
+    about = {"model": common.model, "seed": params.seed, **load, "remarks": remarks}
+    write_json(json_file, {**about, "latency_target": asdict(targets), "rows": rows})
 
 
 @contextmanager
 def counting(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar of requests. It is redrawn only when told of more, since a thread of its own would disturb the timing."""
+    """A bar of requests. It is redrawn only when requests end: a redrawing thread would disturb the timing."""
     with counting_bar(auto_refresh=False) as bar:
         task = bar.add_task(what, total=total)
         yield lambda more: bar.update(task, advance=more, refresh=True)

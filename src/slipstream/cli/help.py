@@ -35,9 +35,9 @@ class Command(TyperCommand):
         try:
             return super().parse_args(ctx, args)
         except BadParameter as error:
-            if (said := wrong_number(error)) is None:
+            if (text := wrong_number(error)) is None:
                 raise
-            raise ConfigError(said) from error
+            raise ConfigError(text) from error
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _without_values(super().get_params(ctx))
@@ -99,8 +99,8 @@ def _panels(parameters: Sequence[Any]) -> dict[str, list[Any]]:
 
 def _entry(parameter: Any, columns: int) -> Iterator[str]:
     names = _named(parameter)
-    said = " ".join([*str(getattr(parameter, "help", None) or "").split(), _default(parameter)]).strip()
-    wrapped = textwrap.wrap(said, columns - _NAMES, break_long_words=False, break_on_hyphens=False) or [""]
+    text = " ".join([*str(getattr(parameter, "help", None) or "").split(), _default(parameter)]).strip()
+    wrapped = textwrap.wrap(text, columns - _NAMES, break_long_words=False, break_on_hyphens=False) or [""]
     if len(names) + 4 > _NAMES:
         yield f"  {typer.style(names, fg='cyan')}"
     else:

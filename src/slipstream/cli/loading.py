@@ -134,20 +134,20 @@ def _shown(
     """
     console = Console(stderr=True)
 
-    def telling(show: Progress) -> Progress:
-        def tell(message: str) -> None:
+    def shown_by(show: Progress) -> Progress:
+        def show_message(message: str) -> None:
             if not message.startswith("note: "):
                 show(message)
             elif notes:
                 console.print(message, markup=False, highlight=False, soft_wrap=True)
 
-        return tell
+        return show_message
 
     with naming_memory_flags():
         if console.is_terminal:
             with console.status(f"loading {common.model}") as status:
-                engine = opened(common, drafters, status.update, telling(status.update), **more)
+                engine = opened(common, drafters, status.update, shown_by(status.update), **more)
         else:
-            engine = opened(common, drafters, plain_line, telling(line_of_long_steps), **more)
+            engine = opened(common, drafters, plain_line, shown_by(line_of_long_steps), **more)
     with closing(engine):
         yield engine

@@ -45,12 +45,12 @@ def load_before() -> dict[str, Any]:
     return {"load_before": load, "busy": memory.busy(load, os.cpu_count() or 1)}
 
 
-def busy_warning(told: Mapping[str, Any]) -> list[str]:
+def busy_warning(load: Mapping[str, Any]) -> list[str]:
     """One line if `load_before` found a busy machine, else none."""
-    if not told["busy"]:
+    if not load["busy"]:
         return []
     return [
-        f"warning: the machine was busy before this run (load {told['load_before']:.1f} on {os.cpu_count() or 1} "
+        f"warning: the machine was busy before this run (load {load['load_before']:.1f} on {os.cpu_count() or 1} "
         "cores): do not trust these rates"
     ]
 

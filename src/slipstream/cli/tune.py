@@ -79,7 +79,7 @@ def tune_command(
         rows: list[tune.Tuned] = []
         breaking = BreakingOff(lambda: rows)
         with breaking:
-            for found in tune.measure(options, ids, each, levels, repeats=own.repeats, on_step=_telling()):
+            for found in tune.measure(options, ids, each, levels, repeats=own.repeats, on_step=_noting_levels()):
                 rows += found
         remarks = llm.remarks
     left = [level for level in levels if level not in {row.concurrency for row in rows}]
@@ -102,22 +102,22 @@ def tune_command(
         note(f"wrote {own.config}: {winner}, the best with {', '.join(map(str, best))} at once{together}")
     if own.plot is not None:
         own.plot.write_text(drawn(rows), encoding="utf-8")
-    told = {**result, "seed": params.seed, "remarks": list(remarks), "rows": [asdict(row) for row in rows]}
-    print(json.dumps(told, ensure_ascii=False), flush=True)
+    report = {**result, "seed": params.seed, "remarks": list(remarks), "rows": [asdict(row) for row in rows]}
+    print(json.dumps(report, ensure_ascii=False), flush=True)
     if breaking.happened:
         raise typer.Exit(130)
 
 
-def _telling() -> Callable[[int, str], None]:
+def _noting_levels() -> Callable[[int, str], None]:
     """Notes each number of requests at once, in one line. A bar that is redrawn would disturb the timing."""
-    told = set[int]()
+    seen = set[int]()
 
-    def tell(concurrency: int, _: str) -> None:
-        if concurrency not in told:
-            told.add(concurrency)
+    def note_level(concurrency: int, _: str) -> None:
+        if concurrency not in seen:
+            seen.add(concurrency)
             note(f"measuring with {concurrency} at once")
 
-    return tell
+    return note_level
 
 
 def table(rows: Sequence[tune.Tuned]) -> Table:

@@ -435,9 +435,9 @@ class Child:
 
     def on_failure(self, numbers: Numbers, error: BaseException) -> None:
         """Tell the server, which drops the requests. Errors that are not Slipstream's travel as text."""
-        told = error if isinstance(error, SlipstreamError) else RequestError(f"{type(error).__name__}: {error}")
+        sent = error if isinstance(error, SlipstreamError) else RequestError(f"{type(error).__name__}: {error}")
         with suppress(OSError):
-            self._send(EngineProcess.on_failure, numbers, told)
+            self._send(EngineProcess.on_failure, numbers, sent)
 
 
 def main(end: int, parent: int) -> NoReturn:
@@ -453,7 +453,7 @@ def main(end: int, parent: int) -> NoReturn:
 
 
 def _warm_grammars(llm: LLM) -> None:
-    with suppress(InvalidRequest, OSError):  # without the extra [grammar], a request that needs it is told
+    with suppress(InvalidRequest, OSError):  # without the extra [grammar], a request that needs it gets an error
         llm._intake.grammars.warm()
 
 

@@ -145,9 +145,11 @@ def make_gate(
     max_body = config.limits.body_for(llm.max_model_len)
     gate: ASGIApp = Gate(app, config, service.keys, service.admission, service.drain, max_body=max_body, ended=ended)
     if config.allowed_origins:  # around the gate: a browser's preflight has no key
-        told = ("X-Request-Id", IGNORED_FIELDS, UNENFORCED, "Retry-After")
+        exposed = ("X-Request-Id", IGNORED_FIELDS, UNENFORCED, "Retry-After")
         origins = config.allowed_origins
-        gate = CORSMiddleware(gate, origins, allow_methods=("GET", "POST"), allow_headers=("*",), expose_headers=told)
+        gate = CORSMiddleware(
+            gate, origins, allow_methods=("GET", "POST"), allow_headers=("*",), expose_headers=exposed
+        )
     return gate, service
 
 
@@ -164,9 +166,9 @@ def _add_errors(app: FastAPI) -> None:
         return from_exception(error)
 
     async def answer(request: Request, error: Exception) -> Response:
-        told = api_error(request, error)
-        Record.of(request.scope).error = told.for_log if told.status < 500 else for_log(error)
-        return told.response()
+        shown = api_error(request, error)
+        Record.of(request.scope).error = shown.for_log if shown.status < 500 else for_log(error)
+        return shown.response()
 
     kinds = (UnicodeEncodeError, ApiError, SlipstreamError, RequestValidationError, HTTPException, Exception)
     for kind in (*kinds, StarletteHTTPException):

@@ -94,8 +94,8 @@ def from_exception(error: Exception) -> ApiError:
 
 def for_log(error: Exception) -> str:
     """The error for the log: the field name if the request is wrong, the whole message if the server failed."""
-    told = from_exception(error)
-    return told.for_log if told is error or told.status < 500 else f"{type(error).__name__}: {error}"
+    shown = from_exception(error)
+    return shown.for_log if shown is error or shown.status < 500 else f"{type(error).__name__}: {error}"
 
 
 _SHOWN = 60
@@ -138,7 +138,7 @@ class _Complaint:
     path: tuple[str | int, ...]
     value: Any
     must_be: str
-    told: str | None = None  # the whole message, instead of "must be …"
+    whole: str | None = None  # the whole message, instead of "must be …"
     code: str = "invalid_value"
 
     @property
@@ -162,9 +162,9 @@ def from_validation(errors: Sequence[Any], body: Any = None) -> ApiError:
         kind = _NAMES.get(type(meant.value), "text that is not declared as JSON")
         return ApiError(400, f"the body is {kind}, not a JSON object: {_BODY}", code="invalid_json")
     param = ".".join(map(str, meant.path))
-    if meant.told is not None:
-        return ApiError(400, f"{param}{meant.told}", param=param, code=meant.code)
-    remedies = dict.fromkeys(one.must_be for one in found if one.path == meant.path and one.told is None)
+    if meant.whole is not None:
+        return ApiError(400, f"{param}{meant.whole}", param=param, code=meant.code)
+    remedies = dict.fromkeys(one.must_be for one in found if one.path == meant.path and one.whole is None)
     message = f"{param}={_shown(meant.value)}: must be {' or '.join(remedies)}"
     return ApiError(400, message, param=param, code=meant.code)
 

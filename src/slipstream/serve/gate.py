@@ -115,8 +115,8 @@ class Gate:
         if record.ignored:
             headers.append((IGNORED_FIELDS.lower().encode(), ", ".join(record.ignored).encode()))
         if record.unenforced:
-            told = json.dumps("; ".join(record.unenforced))[1:-1]  # names of properties may have any character
-            headers.append((UNENFORCED.lower().encode(), told[:_LONGEST_HEADER].encode()))
+            rules = json.dumps("; ".join(record.unenforced))[1:-1]  # names of properties may have any character
+            headers.append((UNENFORCED.lower().encode(), rules[:_LONGEST_HEADER].encode()))
         if self._drain.begun:
             headers.append((b"connection", b"close"))  # the next request should reach another server
         return headers

@@ -59,8 +59,8 @@ class Own:
             self.stats.add(answer.speculation)
             self.stats.plan = answer.speculation.plan or self.stats.plan
 
-    def snapshot(self, running: int, waiting: int, told: int, names: Iterable[str]) -> Snapshot:
-        """told: tokens of running answers; names: the loaded drafters.
+    def snapshot(self, running: int, waiting: int, running_tokens: int, names: Iterable[str]) -> Snapshot:
+        """running_tokens: tokens of running answers; names: the loaded drafters.
 
         Values that belong to all tenants together, such as pages, are 0 or empty.
         """
@@ -78,7 +78,7 @@ class Own:
             refused=0,
             finished=dict(self.finished),
             prompt_tokens=self.prompt_tokens,
-            generated_tokens=self.generated_tokens + told,
+            generated_tokens=self.generated_tokens + running_tokens,
             rounds=stats.rounds,
             turns=stats.rounds,
             draft_s=stats.draft_s,

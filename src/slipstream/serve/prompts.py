@@ -121,18 +121,18 @@ class PromptMaker:
         def cut(text: str) -> str:
             return _cut(text, controls, mark)
 
-        told: dict[str, Any] = {"role": role, "content": cut(text_of(message.content))}
+        turn: dict[str, Any] = {"role": role, "content": cut(text_of(message.content))}
         if isinstance(message, AssistantMessage):
-            told["content"] = told["content"] or cut(message.refusal or "")
+            turn["content"] = turn["content"] or cut(message.refusal or "")
             if thought := message.reasoning_content or message.reasoning:
-                told["reasoning_content"] = cut(thought)  # for the templates of reasoning models
+                turn["reasoning_content"] = cut(thought)  # for the templates of reasoning models
         if message.name is not None:
-            told["name"] = cut(message.name)
+            turn["name"] = cut(message.name)
         if message.role == "tool":
-            told["tool_call_id"] = cut(message.tool_call_id)
+            turn["tool_call_id"] = cut(message.tool_call_id)
         if isinstance(message, AssistantMessage) and message.tool_calls:
-            told["tool_calls"] = [_mapped(_call(call), cut) for call in message.tool_calls]
-        return told
+            turn["tool_calls"] = [_mapped(_call(call), cut) for call in message.tool_calls]
+        return turn
 
     @cached_property
     def _controls(self) -> re.Pattern[str]:
@@ -173,10 +173,10 @@ _OURS = {
 def _plainly(messages: Sequence[dict[str, Any]], tools: Sequence[Any]) -> list[dict[str, Any]]:
     """A conversation for a template without tools: a system message lists them, calls are written as
     `HermesParser` reads them, and results are user messages."""
-    told: list[dict[str, Any]] = []
+    turns: list[dict[str, Any]] = []
     if tools:
         listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-        told.append({"role": "system", "content": _TOOL_PROMPT.format(tools=listed)})
+        turns.append({"role": "system", "content": _TOOL_PROMPT.format(tools=listed)})
     for message in messages:
         role, texts = message["role"], [message["content"]]
         for call in message.get("tool_calls", ()):
@@ -185,12 +185,12 @@ def _plainly(messages: Sequence[dict[str, Any]], tools: Sequence[Any]) -> list[d
         if role == "tool":
             role, texts = "user", [_PLAIN_RESULT.format(message["content"])]
         text = "\n".join(filter(None, texts))
-        if told and told[-1]["role"] == role:  # some templates require alternating roles
-            told[-1] = {**told[-1], "content": f"{told[-1]['content']}\n\n{text}"}
+        if turns and turns[-1]["role"] == role:  # some templates require alternating roles
+            turns[-1] = {**turns[-1], "content": f"{turns[-1]['content']}\n\n{text}"}
         else:
             kept = {key: value for key, value in message.items() if key not in ("tool_calls", "tool_call_id")}
-            told.append({**kept, "role": role, "content": text})
-    return told
+            turns.append({**kept, "role": role, "content": text})
+    return turns
 
 
 def _default_template(template: object) -> str | None:

@@ -70,8 +70,8 @@ class Fields(BaseModel):
             return handler(given)
         for key in given.keys() & cls.neutral.keys():
             if not cls.neutral[key].fits(given[key]):
-                told = {"name": key, "value": given[key], "remedy": cls.neutral[key].remedy}
-                raise PydanticCustomError(UNSUPPORTED, "unsupported value", told)
+                refusal = {"name": key, "value": given[key], "remedy": cls.neutral[key].remedy}
+                raise PydanticCustomError(UNSUPPORTED, "unsupported value", refusal)
         made = handler(given)
         unknown = (str(key) for key in given if key not in _names(cls) and key not in cls.neutral)
         made._unknown = tuple(islice(unknown, _MOST_UNKNOWN))

@@ -222,8 +222,8 @@ def _descriptors() -> int:
 def _raw(error: ApiError) -> bytes:
     """The whole HTTP answer, for connections that no application serves."""
     headers = {"content-type": "application/json", "connection": "close", "content-length": len(error.json)}
-    told = "".join(f"{key}: {value}\r\n" for key, value in {**headers, **error.headers}.items())
-    return f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n{told}\r\n".encode() + error.json
+    lines = "".join(f"{key}: {value}\r\n" for key, value in {**headers, **error.headers}.items())
+    return f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n{lines}\r\n".encode() + error.json
 
 
 _UNREADABLE = _raw(ApiError(400, "this is no HTTP request that can be read; mend its first line and headers"))

@@ -85,9 +85,9 @@ class Service:
         now = self.llm.snapshot()
         if not tenant:
             return now
-        told = sum([response.tokens for owner, response in self._under_way.values() if owner == tenant])
+        running_tokens = sum([response.tokens for owner, response in self._under_way.values() if owner == tenant])
         running, waiting = now.tenants.get(tenant, (0, 0))
-        return self._own[tenant].snapshot(running, waiting, told, now.drafters)
+        return self._own[tenant].snapshot(running, waiting, running_tokens, now.drafters)
 
     async def complete(self, asked: CompletionRequest, record: Record) -> EngineResponse:
         with naming_form(asked):
@@ -137,8 +137,8 @@ class Service:
 
         with self.admission.brief(record.tenant):
             ids = await self._prepared(make, record)
-        told: dict[str, Any] = {"count": len(ids), "max_model_len": self.llm.max_model_len, "tokens": ids}
-        return {**told, "token_strs": self.prompts.spellings(ids) if asked.return_token_strs else None}
+        body: dict[str, Any] = {"count": len(ids), "max_model_len": self.llm.max_model_len, "tokens": ids}
+        return {**body, "token_strs": self.prompts.spellings(ids) if asked.return_token_strs else None}
 
     async def detokenize(self, asked: DetokenizeRequest, record: Record) -> dict[str, str]:
         self._check_fields(asked, record)
@@ -153,8 +153,8 @@ class Service:
 
     def model(self, name: str) -> dict[str, Any]:
         self._check_model(name)
-        told = {"id": name, "object": "model", "created": self.started, "owned_by": "slipstream"}
-        return {**told, "max_model_len": self.llm.max_model_len}
+        body = {"id": name, "object": "model", "created": self.started, "owned_by": "slipstream"}
+        return {**body, "max_model_len": self.llm.max_model_len}
 
     def _accepted(
         self, asked: CompletionRequest | ChatRequest, record: Record, prefix: str
@@ -203,18 +203,18 @@ class Service:
         """Name unknown fields: in the answer and once in the log, or in a refusal. Then check the model."""
         for path, known in islice(unknown_fields(asked), _MOST_IGNORED):
             path, name = path[:64], path.rpartition(".")[2][:64]
-            told = path if re.fullmatch(r"[\w.-]+", path, re.ASCII) else "(no name)"
-            if told not in record.ignored:
-                record.ignored.append(told)
-            if not self.config.strict_fields and (told in self._named or len(self._named) >= _MOST_NAMED):
+            shown = path if re.fullmatch(r"[\w.-]+", path, re.ASCII) else "(no name)"
+            if shown not in record.ignored:
+                record.ignored.append(shown)
+            if not self.config.strict_fields and (shown in self._named or len(self._named) >= _MOST_NAMED):
                 continue
             near = get_close_matches(name, known, 1)
             remedy = f"did you mean {near[0]!r}?" if near else "leave it out"
             if self.config.strict_fields:
                 message = f"{path}: unknown or unsupported field {name!r}; {remedy}"
                 raise ApiError(400, message, param=path, code="unknown_field")
-            self._named.add(told)
-            log.warning("unknown field ignored", extra={"fields": {"field": told, "remedy": remedy}})
+            self._named.add(shown)
+            log.warning("unknown field ignored", extra={"fields": {"field": shown, "remedy": remedy}})
         self._check_model(getattr(asked, "model", None))
 
     def _check_model(self, name: str | None) -> None:

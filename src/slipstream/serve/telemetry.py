@@ -100,15 +100,15 @@ class Record:
 
 class JsonLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        told: dict[str, Any] = {
+        entry: dict[str, Any] = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "event": record.getMessage(),
             **getattr(record, "fields", {}),
         }
         if record.exc_info:
-            told["trace"] = self.formatException(record.exc_info)
-        return json.dumps(told, ensure_ascii=False)
+            entry["trace"] = self.formatException(record.exc_info)
+        return json.dumps(entry, ensure_ascii=False)
 
 
 class PlainLines(logging.Formatter):
@@ -122,8 +122,8 @@ class PlainLines(logging.Formatter):
 
 def _printable(value: object) -> str:
     """One line without control characters: paths come from clients, and a terminal obeys them."""
-    told = str(value)
-    return told if told.isprintable() else repr(told)
+    text = str(value)
+    return text if text.isprintable() else repr(text)
 
 
 class QueuedHandler(logging.Handler):

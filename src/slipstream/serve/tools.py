@@ -160,8 +160,8 @@ class HermesParser(ToolParser):
             if place < 0:
                 break
         self._held = rest[at:]
-        said = "".join(shown)
-        return Parsed(said if said.strip() or not calls else "", tuple(calls))
+        text = "".join(shown)
+        return Parsed(text if text.strip() or not calls else "", tuple(calls))
 
     def _end(self, text: str, begin: int, end: int) -> int:
         """The position of the closing mark outside strings; -1: not in this piece."""

@@ -39,28 +39,28 @@ def train(config: TrainConfig, say: Progress, *, recipe: type[Recipe] | None = N
     """Run `config` to its end, from its last checkpoint if there is one. recipe: overrides `config.recipe`."""
     kind = recipe or recipe_class(config.recipe)
     ranks = Ranks.join(config.device)
-    tell: Progress = say if ranks.leads else lambda _: None
+    say_once: Progress = say if ranks.leads else lambda _: None
     try:
         if (begun := stored_config(config.out)) is not None:  # checked before the target loads, which takes minutes
             config.check_same_run(TrainConfig.from_dict(begun))
-        target = resolve(config.target, tell, trust_remote_code=config.trust_remote_code)
+        target = resolve(config.target, say_once, trust_remote_code=config.trust_remote_code)
         kind.check(config, ConfigShape(load_config(target, config.trust_remote_code)))
         device = pick_device(ranks.device(config.device))
         if device.type == "cuda":
             torch.cuda.set_device(device)
         config.out.mkdir(parents=True, exist_ok=True)
-        data = gather(config, target, ranks, tell)
-        tell(f"data: {len(data.corpus):,} answers, {data.corpus.answer_tokens:,} tokens")
-        with under_way(tell, f"loading the target as teacher, {sized(target)}, on {device}"):
+        data = gather(config, target, ranks, say_once)
+        say_once(f"data: {len(data.corpus):,} answers, {data.corpus.answer_tokens:,} tokens")
+        with under_way(say_once, f"loading the target as teacher, {sized(target)}, on {device}"):
             teacher = Teacher.open(target, device, trust_remote_code=config.trust_remote_code)
         if device.type == "cuda":
             teacher.compile(config.rows, config.row_tokens)
         torch.manual_seed(config.seed)
         made = kind.make(Setting(config, teacher, data.corpus.counts(teacher.vocab_size)))
         parameters = sum(p.numel() for p in made.module.parameters() if p.requires_grad)
-        tell(f"{config.recipe}: {parameters:,} parameters to train on {device}")
+        say_once(f"{config.recipe}: {parameters:,} parameters to train on {device}")
         plan = RowPlan(data.corpus, config.row_tokens, config.seed)
-        states = states_for(config, teacher, made.taps, len(data.corpus.tokens), ranks, tell)
+        states = states_for(config, teacher, made.taps, len(data.corpus.tokens), ranks, say_once)
 
         def record(trainer: Trainer) -> Path:
             return write_record(
@@ -73,17 +73,17 @@ def train(config: TrainConfig, say: Progress, *, recipe: type[Recipe] | None = N
                 best=trainer.best,
             )
 
-        with Measure(config, made, target, data.held_out, str(device), tell) as measure:
-            trainer = Trainer(config, made, states, plan, ranks, tell, measure, record)
+        with Measure(config, made, target, data.held_out, str(device), say_once) as measure:
+            trainer = Trainer(config, made, states, plan, ranks, say_once, measure, record)
             if trainer.resume():
-                tell(f"resumed at step {trainer.step:,} of {config.steps:,}")
+                say_once(f"resumed at step {trainer.step:,} of {config.steps:,}")
             trainer.run()
         folder = config.out / "drafter"
         best = trainer.best
         if ranks.leads:
             if best is not None:
                 copy_best(config.out, folder)
-                tell(f"{folder}: the drafter of step {best.step:,}, which measured best")
+                say_once(f"{folder}: the drafter of step {best.step:,}, which measured best")
             else:  # the best drafter of this finished run was removed
                 with trainer.averaged():
                     made.export(folder)
