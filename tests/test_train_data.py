@@ -22,8 +22,17 @@ from slipstream.train import data as data_module
 from slipstream.train.batch import RowPlan
 from slipstream.train.bulk import Bulk, BulkAnswer, BulkRequest
 from slipstream.train.config import TrainConfig, read_options
-from slipstream.train.data import Corpus, CorpusWriter, Data, gather, load_corpus
-from slipstream.train.prompts import TrainPrompt, answer_requests, as_tokens, self_prompts
+from slipstream.train.data import (
+    Corpus,
+    CorpusWriter,
+    Data,
+    TrainPrompt,
+    answer_requests,
+    as_tokens,
+    gather,
+    load_corpus,
+    self_prompts,
+)
 from slipstream.train.ranks import Ranks
 from tiny_recipe import TinyOptions
 
