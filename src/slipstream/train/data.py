@@ -287,9 +287,10 @@ def load_corpus(folder: Path) -> Corpus:
     )
 
 
-_MADE_OF = tuple(
-    "prompts self_prompts systems openings samples temperatures max_prompt_tokens max_tokens held_out".split()
-)
+_MADE_OF = (
+    "prompts", "self_prompts", "systems", "openings", "samples", "temperatures", "max_prompt_tokens", "max_tokens",
+    "held_out",
+)  # fmt: skip
 """The settings that decide what the data is."""
 _SHARE = 0.8  # of the free memory, for lanes
 
