@@ -124,11 +124,6 @@ class DrafterGuard:
             self._thread = threading.Thread(target=_serve, args=serve, name=f"drafter-{drafter.name}", daemon=True)
             self._thread.start()
 
-    @property
-    def is_quick(self) -> bool:
-        """True if it is called in place, without a thread."""
-        return self._mailbox is None
-
     def propose(self, requests: Sequence[DraftRequest], budgets: Sequence[int], round_s: float) -> Proposals:
         """Drafts for these requests, within a tenth of a step of `round_s` seconds (at least 10 ms)."""
         answers: dict[str, _Answer] = {}

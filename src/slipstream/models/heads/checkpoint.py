@@ -70,18 +70,21 @@ class HeadFiles:
     tensors: Mapping[str, Tensor]
 
     @staticmethod
-    def read(folder: Path, pickles: Sequence[str] = _PICKLES, safetensors: Sequence[str] = ()) -> HeadFiles:
+    def read(
+        folder: Path,
+        pickles: Sequence[str] = _PICKLES,
+        safetensors: Sequence[str] = (),
+        load: Callable[[Path], Mapping[str, Tensor]] = load_file,
+    ) -> HeadFiles:
         """Read everything in `folder`. pickles, safetensors: further file names of weights."""
         if not folder.is_dir():
             raise ModelError(f"{folder}: no such folder. A head is a folder with config.json and its weights")
-        return HeadFiles(folder, read_config(folder), read_tensors(folder, pickles, safetensors))
+        return HeadFiles(folder, read_config(folder), read_tensors(folder, pickles, safetensors, load))
 
     @staticmethod
     def outline(folder: Path, pickles: Sequence[str] = _PICKLES, safetensors: Sequence[str] = ()) -> HeadFiles:
         """As `read`, but only shapes of weights in safetensors, and values of ids: fast for large heads."""
-        if not folder.is_dir():
-            raise ModelError(f"{folder}: no such folder. A head is a folder with config.json and its weights")
-        return HeadFiles(folder, read_config(folder), read_tensors(folder, pickles, safetensors, _outlines))
+        return HeadFiles.read(folder, pickles, safetensors, _outlines)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
