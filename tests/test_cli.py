@@ -1,4 +1,4 @@
-"""The command line on a stand-in engine: what it prints, where, and with which exit code."""
+"""The command line on a stand-in engine: what it prints, where, with which exit code, and what it refuses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from typer.main import get_command
@@ -19,11 +19,12 @@ from fake_llm import FakeLLM
 from ran import Ran, Run
 from slipstream.bench import memory
 from slipstream.bench.run import EngineRunner
-from slipstream.cli import chat, loading, models, options
+from slipstream.cli import loading, models, options
+from slipstream.cli.flags import flagged, naming_memory_flags
 from slipstream.cli.main import app, main
 from slipstream.cli.measuring import BreakingOff
 from slipstream.cli.show import rate_line, speculation_json
-from slipstream.core.errors import DownloadError, InvalidRequest, ModelNotFound, SlipstreamError
+from slipstream.core.errors import CapacityError, DownloadError, InvalidRequest, ModelNotFound, SlipstreamError
 from slipstream.core.outputs import DrafterStats, RequestOutput, SpeculationStats
 from slipstream.core.params import SETTINGS, SamplingParams
 
@@ -50,26 +51,6 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
         return Ran(ended.value.code if isinstance(ended.value.code, int) else 0, captured.out, captured.err)
 
     return call
-
-
-def test_a_log_says_what_takes_long(capsys: pytest.CaptureFixture[str]) -> None:
-    for text in ("measuring costs (once)", "loading", "warming up ends here (after 60 s)", "capturing a round"):
-        loading.line_of_long_steps(text)
-    assert capsys.readouterr().err.splitlines() == ["measuring costs (once)", "warming up ends here (after 60 s)"]
-
-
-@pytest.mark.parametrize(
-    ("said", "usual", "found"),
-    [(None, {}, None), (None, {"warm_up": True}, True), (False, {"warm_up": True}, False), (True, {}, True)],
-)
-def test_who_says_whether_to_warm_up_is_heard(
-    monkeypatch: pytest.MonkeyPatch, said: bool | None, usual: dict[str, Any], found: bool | None
-) -> None:
-    monkeypatch.setattr(loading, "fetch", lambda common, name, on_fetch: name)
-    made = loading._options(
-        options.Common(engine={} if said is None else {"warm_up": said}), (), lambda text: None, usual
-    )
-    assert made.get("warm_up") is found
 
 
 def test_generate_streams_text_to_stdout_and_the_summary_to_stderr(run: Run, llm: FakeLLM) -> None:
@@ -166,7 +147,7 @@ def test_generate_passes_every_option_on(run: Run, llm: FakeLLM, tmp_path: Path)
     )
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "bench", "audit", "tune"])
+@pytest.mark.parametrize("command", ["generate", "bench"])
 def test_each_setting_with_a_placeholder_is_an_option(command: str) -> None:
     commands: Any = get_command(app)
     known = {name: one for one in commands.commands[command].params for name in one.opts}
@@ -206,14 +187,6 @@ def test_nothing_drafted_says_why(declined: int, rounds: str) -> None:
     assert rate_line(40, 10.0, SpeculationStats(rounds=40, emitted=40)).endswith("nothing drafted")
     limited = SpeculationStats(rounds=40, emitted=40, plan={"suffix": "off: the request asked for 0 draft tokens"})
     assert rate_line(40, 10.0, limited).endswith("nothing drafted: the request asked for 0 draft tokens")
-
-
-@pytest.mark.parametrize(("declined", "told"), [(20, False), (31, True)])
-def test_where_most_rounds_went_without_guesses_the_summary_says_so(declined: int, told: bool) -> None:
-    drafters = {"suffix": DrafterStats(drafted=4, accepted=1, declined=declined)}
-    line = rate_line(41, 10.0, SpeculationStats(40, 41, 4, 1, by_drafter=drafters))
-    assert ("in 31 of 40 rounds guesses were not expected to pay enough" in line) == told
-    assert "1 of 4 guesses stood (suffix)" in line
 
 
 def test_the_json_says_what_was_decided_and_what_was_gained() -> None:
@@ -272,17 +245,11 @@ def test_debug_shows_the_error_itself(llm: FakeLLM, place: str) -> None:
     ("arguments", "said"),
     [
         ("generate Hi --temperature -1", "--temperature -1.0: must be 0 to 1e+06"),
-        ("generate Hi --top-p 2", "--top-p 2.0: must be"),
         ("generate Hi --raw --system x", "--raw"),
         ("generate Hi --logprobs 2", "add --json"),
         ("generate \t", "PROMPT is empty: say what to ask"),
         ("generate Hi --json-schema no/such/file", "--json-schema no/such/file: there is no file"),
         ("generate Hi --json-schema x --regex y", "an answer has one form"),
-        ("generate Hi --prediction no/such/file", "--prediction no/such/file: there is no file"),
-        ("generate Hi --draft-tokens 64", "63"),
-        ("generate Hi --verifier typical", "--verifier typical: must be one of exact, rejection"),
-        ("generate Hi --no-such-option", "--no-such-option"),
-        ("chat --min-p 3", "--min-p 3.0: must be"),
         ("bench --peers nobody", "--peers nobody: unknown; must be transformers"),
         (
             "bench --peers transformers --presence-penalty 1",
@@ -290,23 +257,15 @@ def test_debug_shows_the_error_itself(llm: FakeLLM, place: str) -> None:
         ),
         ("audit --temperature 0 --presence-penalty 1", "--presence-penalty with --temperature 0: greedy is audited"),
         ("bench --drafter ngram --category poetry", "poetry: not in these prompts; they have chat, code"),
-        ("bench --drafter nonsense", "nonsense"),
-        ("generate Hi --drafter bogus", "drafter 'bogus' is unknown: must be one of"),
         (
             "generate Hi --drafter draft --model .",
             "drafter 'draft' without a path: weights that come with Slipstream are",
         ),
         ("generate Hi --material x --drafter ngram", "--material x: only suffix drafts from it; add --drafter suffix"),
         ("generate Hi --drafter prediction", "there is no prediction to follow; give `generate` one with --prediction"),
-        ("chat --drafter prediction", "there is no prediction to follow"),
-        ("bench --drafter ngram --drafter prediction", "there is no prediction to follow"),
         ("serve --drafter prediction", "--drafter prediction: a request brings its own"),
-        ("serve --drafter auto+prediction", "leave it out, or name another drafter, such as auto"),
         ("generate Hi --prediction x --no-speculation", "--prediction x with --no-speculation: nothing would guess"),
-        ("generate Hi --prediction x --drafter none", "--prediction x with --drafter none: nothing would guess"),
-        ("generate Hi --threads 0", "--threads"),
         ("bench --drafter model:a --drafter model:b", "drafter 'model' is given twice: give each once"),
-        ("bench --limit 0", "--limit 0: must be 1 or more"),
         ("bench --json no/such/folder/x.json", "there is no folder"),
     ],
 )
@@ -373,14 +332,6 @@ def test_chat_forgets_the_oldest_turns_when_the_context_is_full(run: Run, llm: F
     done = run("chat", "--max-tokens", "5", stdin="one\ntwo\nthree\n")
     assert [message["content"] for message in llm.chats[-1]] == ["two", "Hello to you\n", "three"]
     assert "its oldest turn is dropped" in done.err
-
-
-def test_chat_counts_the_turns_that_it_forgets(llm: FakeLLM, capsys: pytest.CaptureFixture[str]) -> None:
-    llm.max_model_len = 25
-    conversation = chat.Conversation(cast(Any, llm), options.Common(), None, False)
-    conversation.turns = [{"role": "user", "content": str(number)} for number in range(5)]
-    assert len(conversation.prompt(5)) == 10
-    assert "its 2 oldest turns are dropped" in capsys.readouterr().err
 
 
 def test_chat_json_is_one_line_an_answer(run: Run, llm: FakeLLM) -> None:
@@ -471,17 +422,6 @@ def test_bench_ended_by_ctrl_c_tells_of_what_was_measured(
     assert llm.closed
 
 
-def test_what_was_measured_is_told_where_ctrl_c_comes_behind_it(
-    run: Run, llm: FakeLLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    broken_off(monkeypatch, 2 + 2 * 3 * 2 + 1)  # while a long prompt is read
-    done = run("bench", "--limit", "3", "--max-tokens", "8", "--repeats", "2", "--startup", "--json", "-")
-    assert done.code == 130
-    assert (done.json["interrupted"], done.json["prompts"], done.json["prefill"]) == (True, 3, None)
-    assert "startup_s" not in done.json
-    assert "12 of 12 measurements were made, 3 of 3 prompts in all modes" in done.err
-
-
 def test_a_second_ctrl_c_ends_all() -> None:
     breaking = BreakingOff(lambda: True)
     with breaking:
@@ -545,3 +485,92 @@ def test_material_goes_along_with_the_request(run: Run, llm: FakeLLM, tmp_path: 
     for drafter in ("--drafter ngram+suffix", "--drafter auto", ""):
         assert run(*f"generate Hi {drafter} {asked}".split()).code == 0
         assert llm.asked[-1][1].speculation.material == ("in one", "in two")
+
+
+def refused(capsys: pytest.CaptureFixture[str], words: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(words.split())
+    out, err = capsys.readouterr()
+    assert (ended.value.code, out) == (2, "")
+    return err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("explain --min-gain 0", "--min-gain 0: must be 1 or more, such as 1.1"),
+        ("chat --min-gain abc", "--min-gain abc: must be a number, 1 or more, such as 1.1"),
+        ("bench --top-k x", "--top-k x: must be a whole number, such as 40"),
+        ("bench --repeats 1.5", "--repeats 1.5: must be a whole number, 1 or more, such as 3"),
+        ("serve --port 99999", "--port 99999: must be 0 to 65535"),
+        ("generate Hi -t warm", "--temperature warm: must be a number"),
+    ],
+)
+def test_numbers_are_refused_as_the_library_does_it(capsys: pytest.CaptureFixture[str], words: str, said: str) -> None:
+    assert refused(capsys, words) == f"error: {said}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            "generate Hi --max-draft-memory lots",
+            "--max-draft-memory lots: must be a part such as 0.2 or 20%, or a size",
+        ),
+        ("generate Hi --presence-penalty 9", "--presence-penalty 9.0: must be"),
+        ("tune --drafters model:/nope", "--drafters model:/nope: '/nope': no such folder"),
+    ],
+)
+def test_the_option_is_named_that_was_written(capsys: pytest.CaptureFixture[str], words: str, said: str) -> None:
+    with pytest.raises(SystemExit):
+        main(words.split())
+    assert capsys.readouterr().err.startswith(f"error: {said}")
+
+
+def test_messages_of_no_key_stay_as_they_are() -> None:
+    assert flagged("a prompt is empty: it must not be") == "a prompt is empty: it must not be"
+    assert flagged("structured_outputs.json='x': must be JSON") == "structured_outputs.json='x': must be JSON"
+
+
+def test_what_is_no_number_is_said_as_before(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "Missing argument 'PROMPT'" in refused(capsys, "generate")
+    assert "No such option" in refused(capsys, "bench --no-such")
+
+
+@pytest.mark.parametrize("words", ["generate Hi"])
+def test_nobody_stands_alone(capsys: pytest.CaptureFixture[str], words: str) -> None:
+    said = "error: --drafter: drafter 'none': cannot be combined with other drafters; give it alone or leave it out\n"
+    assert refused(capsys, f"{words} --drafter suffix --drafter none") == said
+
+
+def test_where_memory_is_too_little_options_are_named(tiny_target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["generate", "Hi", "--model", str(tiny_target), "--memory", "20000", "--max-model-len", "256"]
+    with pytest.raises(SystemExit):
+        main(words)
+    said = capsys.readouterr().err
+    assert "error: --memory 20,000 bytes: a context of 256 tokens needs" in said
+    assert "; give --memory " in said
+    assert "memory=" not in said
+
+
+def test_both_bounds_of_memory_are_named() -> None:
+    with (
+        pytest.raises(CapacityError, match=r"^--max-draft-memory 20: drafters keep much; --max-model-len 8 would do$"),
+        naming_memory_flags(),
+    ):
+        raise CapacityError("max_draft_memory=20: drafters keep much; max_model_len=8 would do")
+
+
+def test_what_a_page_takes_is_known_when_the_model_is_loaded(
+    tiny_target: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["generate", "Hi", "--model", str(tiny_target), "--memory", "2MiB", "--max-draft-memory", "4096"]
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert "error: --max-draft-memory 4096: must be as many bytes as a page has, " in capsys.readouterr().err
+
+
+def test_what_is_drawn_is_svg(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, "tune --plot x.png")
+    assert said == "error: --plot x.png: is drawn as SVG; name it x.svg\n"

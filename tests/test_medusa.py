@@ -1,4 +1,4 @@
-"""Medusa in the engine: the same tokens as without, whatever its heads say, eager and queued."""
+"""Medusa: what its heads compute, how its trees follow what is accepted, and the same tokens as without it."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from medusa_checkpoints import (
     counting_target,
     head_tensors,
     knowing_medusa,
+    said,
     said_in_chain,
     save_heads,
     tiny_medusa,
@@ -33,29 +34,26 @@ from planning import Scripted
 from queueing import Queue
 from slipstream import LLM, SamplingParams, SpeculationParams
 from slipstream.core.draft import ROOT, Draft, Tree
-from slipstream.core.errors import ConfigError, ModelError, ModelNotFound
+from slipstream.core.errors import ConfigError, DrafterError, ModelError
 from slipstream.core.verdict import Verdict
 from slipstream.drafters.base import DraftRequest
 from slipstream.drafters.medusa import (
-    RANKS,
     ChainedMedusaDrafter,
     HeadAcceptance,
     MedusaDrafter,
     StaticTree,
     Table,
     best_tree,
-    chances_under,
     check_table,
-    usual_table,
 )
-from slipstream.engine import build
 from slipstream.models.heads.medusa import load_medusa
-from slipstream.models.resolve import resolve
 from slipstream.models.runner import Runner, open_unchecked
 from slipstream.plan.types import Offer
 from stepping import Arrival, Stepper
 
 OFF = SpeculationParams(enabled=False)
+
+
 ROUNDS = ["eager", "queued"]
 
 
@@ -68,15 +66,6 @@ def drafter_of(bench: Stepper) -> MedusaDrafter:
     drafter = bench.engine.drafting.drafters["medusa"]
     assert isinstance(drafter, MedusaDrafter)
     return drafter
-
-
-@pytest.mark.parametrize("rounds", ROUNDS)
-def test_heads_that_know_nothing_cost_nothing_but_time(
-    open_llm: Callable[..., LLM], tmp_path: Path, rounds: str
-) -> None:
-    llm = open_llm(drafter=f"medusa:{tiny_medusa(tmp_path / 'heads')}", planner="fixed", rounds=rounds)
-    batch = cases()[::3]
-    assert not differences(batch, plain(llm, batch), run(llm, batch, "medusa"))
 
 
 @pytest.mark.parametrize("rounds", ROUNDS)
@@ -146,18 +135,6 @@ def test_the_tree_follows_what_the_heads_are_right_about(tiny_target: Path, know
     assert sum(a.speculation.accepted for a in answers) > 24 * 100
 
 
-def test_a_shape_that_is_no_better_stays() -> None:
-    class Heads:
-        heads, width, taps, weights_bytes = 2, 300, (), 0
-
-    heads: Any = Heads()
-    drafter = MedusaDrafter(heads, [[0.6, 0.1], [0.5, 0.1]])
-    tree = drafter.tree
-    for _ in range(600):
-        drafter.observe([Verdict("a", (1, 2), 4, 1, (0,))])
-    assert drafter.tree is tree
-
-
 def test_a_table_that_is_given(tiny_target: Path, tmp_path: Path) -> None:
     table = [[0.9, 0.0], [0.1, 0.8], [0.2, 0.2]]
     bench = Stepper(tiny_target, f"medusa:{tiny_medusa(tmp_path / 'heads', medusa_acceptance=table)}")
@@ -195,27 +172,9 @@ def test_it_misses_nothing_where_it_rests(tiny_target: Path, knowing: Path, monk
     assert answer.speculation.accepted > 8
 
 
-def test_heads_are_found_as_models_are(tiny_target: Path, knowing: Path, tmp_path: Path) -> None:
-    """A folder with nothing but heads passes where a folder without any weights is refused."""
-    assert resolve(str(knowing)) == knowing
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ModelNotFound, match="no weights"):
-        Stepper(tiny_target, f"medusa:{tmp_path}")
-    with pytest.raises(ModelNotFound, match="no such folder"):
-        Stepper(tiny_target, "medusa:no/such/folder/anywhere")
-
-
-def test_what_is_not_there_is_said_before_weights_are_read(
-    open_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(build, "open_model", lambda *_, **__: pytest.fail("the target was loaded"))
-    with pytest.raises(ModelNotFound, match="no such folder"):
-        open_llm(drafter="medusa:no/such/folder/anywhere")
-
-
-OFF = SpeculationParams(enabled=False)
-ROUNDS = ["eager", "queued"]
 NOISE = 0.05
+
+
 WEIGHTS = "medusa_lm_head.safetensors"
 
 
@@ -230,8 +189,8 @@ def chained_of(bench: Stepper | LLM) -> ChainedMedusaDrafter:
     return drafter
 
 
-@pytest.mark.parametrize("rounds", ROUNDS)
-@pytest.mark.parametrize(("options", "most"), [("", 63), ("?depth=2&width=3", 12), ("?width=1", 3), ("?nodes=5", 5)])
+@pytest.mark.parametrize("rounds", ["queued"])
+@pytest.mark.parametrize(("options", "most"), [("?depth=2&width=3", 12), ("?width=1", 3), ("?nodes=5", 5)])
 def test_trees_of_other_sizes(
     open_llm: Callable[..., LLM], chained: Path, rounds: str, options: str, most: int
 ) -> None:
@@ -425,23 +384,11 @@ def test_its_first_nodes_are_the_best_smaller_tree() -> None:
     assert (whole.heads[:9], whole.ranks[:9], whole.parents[:9]) == (small.heads, small.ranks, small.parents)
 
 
-def test_one_head_has_as_many_nodes_as_ranks() -> None:
-    tree = best_tree(usual_table(1))
-    assert tree.ranks == tuple(range(RANKS))
-    assert tree.parents == (ROOT,) * RANKS
-
-
 def test_sure_heads_make_a_chain_and_unsure_ones_a_bush() -> None:
     sure = best_tree(((0.9, 0.05), (0.9, 0.05), (0.9, 0.05)), 3)
     assert paths(sure) == [(0,), (0, 0), (0, 0, 0)]
     unsure = best_tree(((0.3, 0.25, 0.2), (0.3, 0.25, 0.2)), 3)
     assert paths(unsure) == [(0,), (1,), (2,)]
-
-
-def test_chances_under_another_table() -> None:
-    tree, other = best_tree(random_table(1), 20), random_table(2)
-    wanted = [math.prod(other[head][rank] for head, rank in enumerate(p)) for p in paths(tree)]
-    assert chances_under(tree, other) == pytest.approx(wanted)
 
 
 def verdict(tree: StaticTree, path: tuple[int, ...], drafted: int) -> Verdict:
@@ -498,3 +445,151 @@ def test_it_follows_texts_that_change() -> None:
 def test_tables_that_cannot_be(table: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_table(table, 2, "acceptance")  # type: ignore[arg-type]
+
+
+FILES = {
+    "original": ("medusa_lm_head.pt", "medusa_lm_head.safetensors"),
+    "vllm": ("model.safetensors", "pytorch_model.bin"),
+}
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "original": {"medusa_num_heads": 3, "medusa_num_layers": 2},
+    "vllm": {"num_heads": 3, "num_hidden_layers": 2, "model_type": "medusa"},
+}
+
+
+TOKENS = torch.arange(4)
+
+
+@pytest.fixture(scope="module")
+def fused_target(tiny_target: Path) -> Runner:
+    runner = open_unchecked(tiny_target, torch.float32, CPU)
+    runner.swap(fused=True)
+    return runner
+
+
+def features(rows: int = 4) -> Tensor:
+    return torch.randn(rows, HIDDEN, generator=torch.Generator().manual_seed(9))
+
+
+@pytest.mark.parametrize(("layout", "file"), [(layout, file) for layout, files in FILES.items() for file in files])
+def test_unchained_heads_say_what_the_reference_says(
+    fused_target: Runner, tmp_path: Path, layout: str, file: str
+) -> None:
+    tensors = head_tensors(layout)
+    heads = load_medusa(save_heads(tmp_path / "heads", tensors, file, **CONFIGS[layout]), fused_target)
+    got = heads.logits(features(), TOKENS)
+    assert got.shape == (3, 4, VOCAB)
+    assert got.dtype == torch.float32
+    for head in range(3):
+        own = tensors[f"{head}.2.weight" if layout == "original" else f"lm_heads.{head}.weight"]
+        for row, x in enumerate(features()):
+            wanted = said(tensors, layout, head, 2, x, own)
+            torch.testing.assert_close(got[head, row], wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("layout", ["original", "vllm"])
+def test_heads_may_share_the_targets_lm_head(
+    fused_target: Runner, tiny_target: Path, tmp_path: Path, layout: str
+) -> None:
+    tensors = head_tensors(layout, own_heads=False)
+    heads = load_medusa(save_heads(tmp_path / "heads", tensors, FILES[layout][0], **CONFIGS[layout]), fused_target)
+    lm_head = load_file(tiny_target / "model.safetensors")["lm_head.weight"]
+    got = heads.logits(features(), TOKENS)
+    for head in range(3):
+        wanted = said(tensors, layout, head, 2, features()[1], lm_head)
+        torch.testing.assert_close(got[head, 1], wanted, atol=1e-4, rtol=1e-4)
+    assert heads.weights_bytes == sum(t.numel() for t in tensors.values()) * 4 + (layout == "vllm") * 3 * 2 * HIDDEN * 4
+
+
+def test_names_of_a_whole_model(fused_target: Runner, tmp_path: Path) -> None:
+    tensors = {f"medusa_head.{name}": tensor for name, tensor in head_tensors("original").items()}
+    folder = save_heads(tmp_path / "heads", tensors, "medusa_lm_head.pt", **CONFIGS["original"])
+    assert load_medusa(folder, fused_target).heads == 3
+
+
+def test_more_heads_than_the_configuration_says(fused_target: Runner, tmp_path: Path) -> None:
+    """The first published checkpoints have 5, and say 2."""
+    config = {"medusa_num_heads": 2, "medusa_num_layers": 2}
+    folder = save_heads(tmp_path / "heads", head_tensors("original"), "medusa_lm_head.pt", **config)
+    assert load_medusa(folder, fused_target).logits(features(), TOKENS).shape == (3, 4, VOCAB)
+
+
+def test_one_lm_head_for_all_and_a_smaller_vocabulary(fused_target: Runner, tmp_path: Path) -> None:
+    """As vLLM's variant may have them."""
+    tensors = head_tensors("vllm", own_heads=False)
+    dice = torch.Generator().manual_seed(1)
+    tensors["lm_head.weight"] = torch.randn(40, HIDDEN, generator=dice)
+    tensors["token_map"] = torch.randperm(VOCAB, generator=dice)[:40]
+    heads = load_medusa(save_heads(tmp_path / "heads", tensors, "model.safetensors", **CONFIGS["vllm"]), fused_target)
+    got = heads.logits(features(), TOKENS)
+    assert got.shape == (3, 4, 40)
+    assert heads.vocab is not None
+    assert heads.vocab.tolist() == tensors["token_map"].tolist()
+    wanted = said(tensors, "vllm", 2, 2, features()[3], tensors["lm_head.weight"])
+    torch.testing.assert_close(got[2, 3], wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda t: t.pop("1.0.linear.weight"), ModelError, r"missing: 1\.0\.linear\.weight \[32, 32\]"),
+        (
+            lambda t: t.update({"1.1.linear.bias": torch.zeros(31)}),
+            ModelError,
+            r"wrong shape: 1\.1\.linear\.bias \[31\] instead of \[32\]",
+        ),
+        (
+            lambda t: t.update({f"{h}.2.weight": torch.zeros(200, 32) for h in range(3)}),
+            DrafterError,
+            r"a vocabulary of 200, this one has 300",
+        ),
+        (
+            lambda t: t.update({"0.0.linear.weight": torch.zeros(48, 48)}),
+            DrafterError,
+            r"a hidden size of 48, this one has 32",
+        ),
+    ],
+)
+def test_heads_that_do_not_fit_are_refused(
+    fused_target: Runner, tmp_path: Path, change: Any, error: type[Exception], message: str
+) -> None:
+    tensors = head_tensors("original")
+    change(tensors)
+    folder = save_heads(tmp_path / "heads", tensors, "medusa_lm_head.safetensors", **CONFIGS["original"])
+    with pytest.raises(error, match=message):
+        load_medusa(folder, fused_target)
+
+
+@pytest.mark.parametrize("ids", [[0, 300], [-1, 5], [0.5, 1.0]])
+def test_a_token_map_out_of_range_is_refused(fused_target: Runner, tmp_path: Path, ids: list[float]) -> None:
+    tensors = head_tensors("vllm", vocab=2) | {"token_map": torch.tensor(ids)}
+    folder = save_heads(tmp_path / "heads", tensors, "model.safetensors", **CONFIGS["vllm"])
+    with pytest.raises(ModelError, match="token_map must hold the target's token ids, 0 to 299"):
+        load_medusa(folder, fused_target)
+
+
+def test_a_token_map_needs_heads(fused_target: Runner, tmp_path: Path) -> None:
+    tensors = head_tensors("vllm", own_heads=False) | {"token_map": torch.arange(5)}
+    folder = save_heads(tmp_path / "heads", tensors, "model.safetensors", **CONFIGS["vllm"])
+    with pytest.raises(ModelError, match="token_map without LM heads of its own"):
+        load_medusa(folder, fused_target)
+
+
+@pytest.mark.parametrize("count", [None, 0, "3", True])
+def test_the_number_of_heads_must_be_one(fused_target: Runner, tmp_path: Path, count: object) -> None:
+    folder = save_heads(tmp_path / "heads", head_tensors("original"), "medusa_lm_head.pt", medusa_num_heads=count)
+    with pytest.raises(ModelError, match=r"medusa_num_heads=.*must be a positive whole number"):
+        load_medusa(folder, fused_target)
+
+
+def test_heads_without_end_are_refused(fused_target: Runner, tmp_path: Path) -> None:
+    tensors = head_tensors("original")
+    folder = save_heads(tmp_path / "many", tensors, "medusa_lm_head.pt", medusa_num_heads=10**12)
+    with pytest.raises(ModelError, match="medusa_num_heads=1000000000000, must be at most 256"):
+        load_medusa(folder, fused_target)
+    tensors["1000000000000.0.linear.weight"] = torch.zeros(32, 32)
+    folder = save_heads(tmp_path / "far", tensors, "medusa_lm_head.pt", **CONFIGS["original"])
+    with pytest.raises(ModelError, match=r"unknown: 1000000000000\.0"):
+        load_medusa(folder, fused_target)

@@ -1,7 +1,8 @@
-"""Requests with several drafters: the same tokens as ever, one budget, and each drafter credited with its own nodes."""
+"""Drafts of several drafters, merged on the host and on the device."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,19 +10,96 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from exactness import Case, cases, differences, plain, run
-from queueing import CPU, Echo, First
+from queueing import CPU, Echo, First, Queue
 from scripted import Answers, Bushy, Raises, Right, RightThenWrong, Scripted, Wrong, wrong
 from slipstream import LLM, CompletionOutput, SamplingParams, SpeculationParams
-from slipstream.core.draft import Draft, Tree
+from slipstream.core.draft import CUT, MAX_NODES, ROOT, Draft, Tree, merge_trees
 from slipstream.core.errors import ConfigError, InvalidRequest
-from slipstream.core.verdict import Verdict
+from slipstream.core.verdict import Authors, Verdict
 from slipstream.drafters import DrafterSpec, merged_name, parse_merged, parse_specs
 from slipstream.drafters.base import DeviceDrafter, DeviceTree, Drafter, DraftRequest, DraftRound, Needs
 from slipstream.engine.plans import Gathered, Guesses
+from slipstream.engine.queued import QueuedEngine
+from slipstream.kernels.gpu.rows import RECENT, ring
 from stepping import Arrival, Stepper
+from tree_cases import paths, trees
+
+few_trees = st.lists(trees(), min_size=1, max_size=4)
+
+
+@settings(deadline=None, max_examples=200)
+@given(few_trees)
+def test_a_union_with_room_has_all_paths_and_no_others(given_trees: list[Tree]) -> None:
+    merged = merge_trees(given_trees, 1000)
+    merged.tree.check(vocab_size=10, budget=MAX_NODES)
+    assert set(paths(merged.tree)) == {path for tree in given_trees for path in paths(tree)}
+    assert len(set(paths(merged.tree))) == len(merged.tree)
+
+
+@settings(deadline=None, max_examples=200)
+@given(few_trees, st.integers(0, 30))
+def test_a_cut_union_is_a_tree_within_the_budget(given_trees: list[Tree], budget: int) -> None:
+    merged = merge_trees(given_trees, budget)
+    merged.tree.check(vocab_size=10, budget=budget)
+    whole = merge_trees(given_trees, 1000)
+    assert len(merged.tree) == min(budget, len(whole.tree))
+    first = given_trees[0]
+    kept = min(budget, len(first))
+    assert (merged.tree.tokens[:kept], merged.tree.parents[:kept]) == (first.tokens[:kept], first.parents[:kept])
+
+
+@settings(deadline=None, max_examples=200)
+@given(few_trees, st.integers(0, 40))
+def test_owners_are_those_who_proposed_the_path(given_trees: list[Tree], budget: int) -> None:
+    merged = merge_trees(given_trees, budget)
+    found = paths(merged.tree)
+    for node, word in enumerate(merged.owners):
+        assert word == sum(1 << i for i, tree in enumerate(given_trees) if found[node] in paths(tree))
+    for tree, places in zip(given_trees, merged.places, strict=True):
+        assert len(places) == len(tree)
+        for path, place in zip(paths(tree), places, strict=True):
+            assert path not in found if place == CUT else found[place] == path
+
+
+@settings(deadline=None, max_examples=200)
+@given(few_trees, st.integers(1, 40), st.data())
+def test_each_author_is_told_what_it_would_have_heard_alone(
+    given_trees: list[Tree], budget: int, data: st.DataObject
+) -> None:
+    merged = merge_trees(given_trees, budget)
+    accepted: list[int] = []  # a walk from the root, as far as it goes
+    while True:
+        below = [n for n, parent in enumerate(merged.tree.parents) if parent == (accepted[-1] if accepted else ROOT)]
+        step = data.draw(st.sampled_from([None, *below]))
+        if step is None:
+            break
+        accepted.append(step)
+    path = [merged.tree.tokens[node] for node in accepted]
+    names = tuple("abcd"[: len(given_trees)])
+    choices = tuple(range(100, 101 + len(merged.tree)))
+    authors = Authors(names, merged.places)
+    verdict = Verdict("r", (*path, 9), len(merged.tree), len(path), tuple(accepted), choices, authors)
+    for name, tree, places in zip(names, given_trees, merged.places, strict=True):
+        share = verdict.share(name)
+        own = [j for j, place in enumerate(places) if place != CUT]
+        alone = 0
+        while alone < len(path) and tuple(path[: alone + 1]) in [paths(tree)[j] for j in own]:
+            alone += 1
+        assert (share.drafted, share.accepted, share.tokens) == (len(own), alone, verdict.tokens)
+        assert verdict.counts(name) == (len(own), alone)
+        assert [paths(tree)[own[j]] for j in share.path] == [tuple(path[: i + 1]) for i in range(alone)]
+        if merged.tree.tokens:
+            assert share.choices == (100, *[101 + places[j] for j in own])
+            assert share.authors.names == (name,)
+    stranger = verdict.share("stranger")
+    assert (stranger.drafted, stranger.accepted, stranger.tokens) == (0, 0, verdict.tokens)
+    assert verdict.counts("stranger") == (0, 0)
+
 
 SEATS = 8
 
@@ -349,3 +427,136 @@ def test_the_default_may_be_merged(tiny_target: Path, tiny_draft: Path) -> None:
         for bad in ("ngram+nothing", "ngram+ngram", "ngram+"):
             with pytest.raises(InvalidRequest, match=r"speculation\.drafter"):
                 llm.generate([[1]], replace(params, speculation=SpeculationParams(drafter=bad)))
+
+
+PARENTS = (-1, -1, 0, 1, 1, 4, 4, 6)
+
+
+RIGHT = {1: 1, 4: 2, 6: 3}
+"""Of these nodes the path of the right tokens is made: how far ahead each looks."""
+
+
+class GrownBush(DeviceDrafter):
+    """Knows the answers, and hides them among wrong guesses: three levels are right, the fourth never is."""
+
+    name: ClassVar[str] = "bush"
+    needs: ClassVar[Needs] = Needs(device=True)
+    default_draft_tokens: ClassVar[int] = len(PARENTS)
+    makes_trees = True
+    depth = 4
+    most_nodes = len(PARENTS)
+
+    def __init__(self, texts: Sequence[Sequence[int]]) -> None:
+        longest = max(map(len, texts)) + 8
+        self.texts = {tuple(text[:3]): torch.tensor([*text, *([0] * (longest - len(text)))]) for text in texts}
+        self.truth = torch.zeros((17, longest), dtype=torch.int64)  # [slots, positions]
+        self.asked: list[int] = []
+
+    def start(self, request: DraftRequest) -> None:
+        self.truth[request.slot] = self.texts[tuple(request.tokens[:3])]
+
+    def tokens(self, slots: Tensor, lengths: Tensor, nodes: int) -> Tensor:  # [B, nodes]
+        out = torch.empty((slots.shape[0], nodes), dtype=torch.int64)
+        last = self.truth.shape[1] - 1
+        for node in range(nodes):
+            ahead = RIGHT.get(node)
+            right = self.truth[slots, (lengths + (ahead or 1)).clamp_max(last)]
+            out[:, node] = right if ahead else (right + node + 1) % 256  # siblings differ
+        return out
+
+    def draft(self, round: DraftRound) -> DeviceTree:
+        self.asked.append(round.nodes)
+        assert round.depth == min(4, round.nodes)
+        tokens = self.tokens(round.lanes, round.state.length[round.lanes], round.nodes)
+        return DeviceTree(tokens, torch.tensor(PARENTS[: round.nodes]).expand_as(tokens))
+
+    def propose(self, requests: Sequence[DraftRequest], budget: Sequence[int]) -> Draft:
+        slots = torch.tensor([request.slot for request in requests])
+        lengths = torch.tensor([len(request.tokens) - 1 for request in requests])
+        tokens = self.tokens(slots, lengths, max(budget))
+        parents = torch.tensor(PARENTS[: max(budget)]).expand_as(tokens)
+        return Draft(tokens, parents, torch.tensor(budget), False)
+
+
+JOBS = [
+    Arrival(5, SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)),
+    Arrival(9, SamplingParams(temperature=1.0, seed=3, max_tokens=21, ignore_eos=True)),
+    Arrival(4, SamplingParams(temperature=0.8, top_p=0.9, seed=5, max_tokens=26, ignore_eos=True), joins=2),
+    Arrival(70, SamplingParams(temperature=0, frequency_penalty=0.5, max_tokens=12, ignore_eos=True), joins=1),
+]
+
+
+def prompts(jobs: Sequence[Arrival]) -> list[list[int]]:
+    """As `Stepper.run` draws them."""
+    dice = random.Random(len(jobs))
+    return [dice.choices(range(256), k=job.prompt) for job in jobs]
+
+
+@pytest.mark.parametrize("kind", [Stepper, Queue])
+@pytest.mark.parametrize("nodes", [8, 5])
+def test_the_right_path_is_found_and_nothing_else_changes(tiny_target: Path, kind: Any, nodes: int) -> None:
+    plain = Stepper(tiny_target, None).run(JOBS)
+    joined = sorted(JOBS, key=lambda job: job.joins)  # the order in which answers come
+    texts = [[*prompt, *out.token_ids] for prompt, out in zip(prompts(JOBS), _in_order(plain, joined), strict=True)]
+    bush = GrownBush(texts)
+    got = kind(tiny_target, bush, draft_tokens=nodes).run(JOBS)
+    for ours, theirs in zip(got, plain, strict=True):
+        assert ours.token_ids == theirs.token_ids
+        stats = ours.speculation.by_drafter["bush"]
+        rounds = stats.drafts
+        assert stats.accepted >= (3 if nodes == 8 else 2) * (rounds - 3)  # the last drafts are cut by the limit
+
+
+def _in_order(outs: Sequence[Any], joined: Sequence[Arrival]) -> list[Any]:
+    """Answers of `Stepper.run`, in the order of `JOBS`."""
+    by_job = dict(zip(map(id, joined), outs, strict=True))
+    return [by_job[id(job)] for job in JOBS]
+
+
+def test_a_loop_is_made_for_few_sizes(tiny_target: Path) -> None:
+    """A request that may have fewer nodes takes the first of them."""
+    text = [1, 2, 3, *([0] * 40)]
+    bush = GrownBush([text])
+    bench = Queue(tiny_target, bush)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    bench.add([1, 2, 3], params)
+    bench.drain()
+    assert set(bush.asked) == {8}  # to the end: a tree is no deeper for having more nodes
+    bush.asked.clear()
+    bench.add([1, 2, 3], replace(params, speculation=SpeculationParams(draft_tokens=3)))
+    bench.drain()
+    assert set(bush.asked) == {4}
+
+
+def test_the_device_knows_the_last_tokens(tiny_target: Path) -> None:
+    """Each at its own place, when a request joins and after every round."""
+    bench = Queue(tiny_target, None)
+    assert isinstance(bench.engine, QueuedEngine)
+    params = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
+    (first, _), (second, _) = bench.add(range(100), params), bench.add([7], params)
+    state = bench.engine.lanes.state
+    for _ in range(80):
+        bench.engine.step()
+        bench.engine._tell(bench.engine._hear_all())
+        for job in (first, second):
+            (answer,) = job.answers
+            if answer.phase.name == "RUNNING" and answer.on_device:
+                known = min(len(answer.tokens), RECENT)
+                want, got = ring(answer.tokens), state.recent[answer.slot].tolist()
+                if known == RECENT:
+                    assert got == want
+                else:
+                    assert got[:known] == want[:known]
+    bench.drain()
+
+
+def test_trees_from_one_that_promised_chains_are_refused(tiny_target: Path) -> None:
+    class Liar(GrownBush):
+        name: ClassVar[str] = "liar"
+        makes_trees = False
+
+    bench = Queue(tiny_target, Liar([[1, 2, 3, *([0] * 40)]]))
+    _, heard = bench.add([1, 2, 3], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    bench.drain()
+    assert heard[-1].outputs[0].speculation.by_drafter["liar"].failures == 1
+    assert len(heard[-1].outputs[0].token_ids) == 8

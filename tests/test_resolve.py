@@ -270,7 +270,7 @@ def test_a_folder_of_gguf_files_names_one(tmp_path: Path, tiny_gguf: Path) -> No
         resolve(str(tmp_path / "g"))
 
 
-@pytest.mark.parametrize("name", ["", "/no/such/folder", "./nothing", "a/b/c", "missing.gguf", "org/-x", "two words"])
+@pytest.mark.parametrize("name", ["", "/no/such/folder", "missing.gguf", "two words"])
 def test_what_can_only_be_a_path_never_reaches_the_hub(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -326,7 +326,6 @@ def test_a_models_code_is_fetched_only_when_it_is_trusted(tmp_path: Path, monkey
     [
         (LocalEntryNotFoundError("x"), ModelNotFound, "cannot be reached"),
         (OfflineModeIsEnabled("x"), ModelNotFound, "cannot be reached"),
-        (OSError("disk full"), DownloadError, "disk full"),
         (RuntimeError("odd answer"), DownloadError, "odd answer"),
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from conftest import VOCAB
 from slipstream import LLM
-from slipstream.core.errors import ConfigError, DrafterError
+from slipstream.core.errors import ConfigError
 from slipstream.kv.cache import KVCache
 from slipstream.models.attention import PassContext
 from slipstream.models.batch import PassBatch
@@ -159,13 +158,6 @@ def test_prompts_count_less(teacher: Teacher) -> None:
     assert none.loss(look(teacher, none, rows)).positions[0] == 4
 
 
-def test_the_loss_begins_near_the_targets_own_size(teacher: Teacher) -> None:
-    """Fresh weights guess badly, but not wildly: the states that they make are as large as the target's."""
-    recipe = make(teacher)
-    losses = recipe.loss(look(teacher, recipe))
-    assert float((losses.total / losses.count).detach()) < 4 * math.log(VOCAB)
-
-
 def test_what_is_learnt_is_accepted_in_the_engine(tmp_path: Path, open_llm: Callable[..., LLM]) -> None:
     options: dict[str, Any] = {"draft_vocab": 0, "coverage": 1.0, "steps": 3, "depth": 3, "width": 2}
     check_learnt(lambda teacher, counts: make(teacher, counts, **options), "eagle", tmp_path, open_llm, (1.8, 2.4))
@@ -204,20 +196,11 @@ def test_a_draft_vocabulary_covers_what_is_said() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"steps": 0}, "option steps=0: must be at least 1"),
         ({"decay": 1.5}, r"option decay=1\.5: must be between 0 and 1"),
         ({"taps": "2,x"}, "option taps='2,x': must be layers such as"),
-        ({"kept": "fp8"}, "option kept='fp8': must be one of fp16"),
         ({"heads": 5}, "option heads=5: must divide the hidden size of the target, 32"),
-        ({"kv_heads": 3}, "option kv_heads=3: must divide heads=4"),
-        ({"colour": 1}, "option 'colour' is unknown"),
     ],
 )
 def test_wrong_options_say_what_would_be_right(options: dict[str, Any], message: str, teacher: Teacher) -> None:
     with pytest.raises(ConfigError, match=message):
         make(teacher, **options)
-
-
-def test_layers_that_the_target_lacks_are_refused(teacher: Teacher) -> None:
-    with pytest.raises(DrafterError, match="after layer 9 are wanted"):
-        make(teacher, taps="9")

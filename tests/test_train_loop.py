@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -26,12 +25,12 @@ from slipstream import LLM, SamplingParams
 from slipstream.core.errors import CapacityError, ConfigError, NumericError
 from slipstream.train import loop, teacher
 from slipstream.train.batch import Batch
-from slipstream.train.checkpoint import Best, keep_best, load_best, load_checkpoint, save_checkpoint
+from slipstream.train.checkpoint import Best, keep_best, load_best, load_checkpoint
 from slipstream.train.config import TrainConfig
 from slipstream.train.loop import Trainer, learning_rate
 from slipstream.train.measure import Measure, Measured
 from slipstream.train.plot import Panel, draw
-from slipstream.train.progress import Stop, stop_asked, watched
+from slipstream.train.progress import Stop, stop_asked
 from slipstream.train.recipe import Losses
 from slipstream.train.run import Finished, train
 from tiny_recipe import TinyRecipe
@@ -93,43 +92,6 @@ def test_a_run_leaves_a_drafter_and_a_record(
     assert "<polyline" in (base.out / "curves.svg").read_text()
     llm = open_llm(tiny_target, drafter=f"medusa:{base.out / 'drafter'}")
     assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=5))[0].outputs[0].error is None
-
-
-def test_a_step_that_takes_long_says_so_and_a_measurement_speaks_for_itself(
-    base: TrainConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loop, "_SILENCE_S", 0.0)
-    monkeypatch.setattr(loop, "watched", partial(watched, every_s=0.001))
-    lines: list[str] = []
-    reminded, look, save, measured = threading.Event(), Trainer._pass, save_checkpoint, Measure.__call__
-    trainers: list[Trainer] = []
-    meanwhile: list[str] = []
-
-    def say(line: str) -> None:
-        lines.append(line)
-        if line.startswith("step 4 of 12: pass 2 of 2, "):
-            reminded.set()
-
-    def slow(self: Trainer, turn: int) -> Losses:
-        if (self.step, turn) == (3, 1):
-            trainers.append(self)
-            assert reminded.wait(30), lines
-        return look(self, turn)
-
-    def saving(*given: Any) -> None:
-        meanwhile.append(trainers[0]._at())
-        save(*given)
-
-    def measuring(self: Measure) -> list[Measured]:
-        meanwhile.append(trainers[0]._at())
-        return measured(self)
-
-    monkeypatch.setattr(Trainer, "_pass", slow)
-    monkeypatch.setattr(loop, "save_checkpoint", saving)
-    monkeypatch.setattr(Measure, "__call__", measuring)
-    train(replace(base, out=base.out.parent / "slow", accumulate=2), say, recipe=TinyRecipe)
-    assert any(re.fullmatch(r"step 4 of 12: pass 2 of 2, \d:\d\d so far", line) for line in lines)
-    assert set(meanwhile) == {""}, "no step is being computed"
 
 
 def test_a_killed_run_ends_with_the_same_bits(
@@ -263,18 +225,6 @@ def test_bad_news_is_clear(base: TrainConfig, whole: dict[str, Tensor], monkeypa
     assert load_checkpoint(base.out.parent / "nan", CPU) is None
 
 
-def test_a_checkpoint_whose_optimizer_has_no_parts_is_named(base: TrainConfig) -> None:
-    """As it was before there was a second optimizer."""
-    config = replace(base, out=base.out.parent / "old", steps=5)
-    run(config)
-    file = config.out / "checkpoint" / "optimizer.pt"
-    kept = torch.load(file, weights_only=True)
-    (kept["optimizer"],) = kept["optimizer"]["parts"]
-    torch.save(kept, file)
-    with pytest.raises(ConfigError, match=r"optimizer\.pt: has no 'parts'.*remove .*checkpoint to start again"):
-        run(config)
-
-
 def test_a_damaged_checkpoint_is_named(base: TrainConfig, whole: dict[str, Tensor]) -> None:
     config = replace(base, out=base.out.parent / "damaged", steps=5)
     run(config)
@@ -291,11 +241,6 @@ def test_the_learning_rate_rises_and_falls(base: TrainConfig) -> None:
     assert rates[10:] == sorted(rates[10:], reverse=True)
     assert rates[-1] == pytest.approx(0.1, abs=0.01)
     assert loop._expected_tau([0.5, 0.5]) == 1.75
-
-
-def test_a_picture_of_nothing_and_of_one_point() -> None:
-    assert draw([Panel("empty", {})], "<none>").count("&lt;none&gt;") == 1
-    assert draw([Panel("one", {"a": [(3, 1.0)]})], "t").count("<circle") == 1
 
 
 def test_a_picture_from_zero_on() -> None:
@@ -462,10 +407,3 @@ def test_a_run_that_begins_anew_forgets_it(short_run: TrainConfig, monkeypatch: 
     keep_best(config.out, Best(400, {"0": 9.0}), lambda folder: folder.mkdir(parents=True))
     measured(monkeypatch, [1.1, 1.2, 1.3, 1.4])
     assert sum(finish(config).tau.values()) == 1.4
-
-
-def test_a_damaged_note_is_named(tmp_path: Path) -> None:
-    keep_best(tmp_path, Best(1, {"0": 1.5}), lambda folder: folder.mkdir(parents=True))
-    (tmp_path / "best" / "best.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"best\.json: cannot read it .* remove"):
-        load_best(tmp_path)

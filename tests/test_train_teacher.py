@@ -1,8 +1,12 @@
-"""The teacher's states are what transformers computes for each sequence alone, however rows are packed."""
+"""The teacher's states are what transformers computes for each sequence alone; tau is that of the weights of now."""
 
 from __future__ import annotations
 
+import re
+import threading
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,14 +16,19 @@ from torch import Tensor
 from torch._dynamo.exc import InternalTorchDynamoError
 from transformers import Gemma2Config
 
-from conftest import save_model
+from conftest import VOCAB, save_model
 from slipstream.models.taps import Taps
+from slipstream.train import progress
 from slipstream.train import teacher as module
 from slipstream.train.batch import Batch, RowPlan, Rows
 from slipstream.train.config import TrainConfig
 from slipstream.train.data import Corpus
+from slipstream.train.draft import DraftRecipe
 from slipstream.train.layers import Compiled
+from slipstream.train.measure import Measure
+from slipstream.train.progress import Clock, watched
 from slipstream.train.ranks import Ranks
+from slipstream.train.recipe import Setting
 from slipstream.train.teacher import States, Teacher, states_for, worth_keeping
 from training_scenes import packed
 
@@ -84,6 +93,8 @@ def test_compiled_layers_give_the_same_states(tiny_target: Path, monkeypatch: py
 
 
 LENGTHS = (5, 9, 3, 12, 7, 4)
+
+
 ROW = 16
 
 
@@ -178,11 +189,6 @@ def double(x: Tensor) -> Tensor:
     return 2 * x
 
 
-def test_the_compiled_function_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", lambda function, **options: lambda x: function(x) + 1)
-    assert Compiled(double)(torch.tensor(3)).item() == 7
-
-
 def test_only_calls_of_its_size_are_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **options: lambda x: function(x) + 1)
     fast = Compiled(double, (2, 3))
@@ -206,10 +212,74 @@ def test_where_compiling_fails_it_goes_on_without(monkeypatch: pytest.MonkeyPatc
     assert len(tries) == 1
 
 
-def test_what_the_function_itself_raises_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(x: Tensor) -> Tensor:
-        raise ValueError("of its own")
+PROMPTS = [[(5 * i + 11 * k) % 250 for i in range(50)] for k in range(3)]
+"""Of several pages: what an engine has computed of them it may find again."""
 
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    with pytest.raises(ValueError, match="of its own"):
-        Compiled(broken)(torch.tensor(1))
+
+def test_new_weights_are_measured_as_if_there_had_been_no_others(tiny_target: Path, tmp_path: Path) -> None:
+    config = TrainConfig(
+        "draft", "t", tmp_path, self_prompts=1, measure_tokens=24, options={"layers": 3, "start": "0,1,2"}
+    )
+    teacher = Teacher.open(tiny_target, "cpu")
+    recipe = DraftRecipe.make(Setting(config, teacher, torch.ones(VOCAB, dtype=torch.int64)))
+    right = {name: tensor.clone() for name, tensor in recipe.module.state_dict().items()}
+    with torch.no_grad():
+        for weight in recipe.module.parameters():
+            weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
+    with Measure(config, recipe, tiny_target, PROMPTS, "cpu", print) as measure:
+        before = measure()
+        recipe.module.load_state_dict(right)  # the target's own layers: what they guess is right
+        after = measure()
+    assert before[0].alpha < 0.5
+    assert after[0].alpha > 0.95
+    with Measure(config, recipe, tiny_target, PROMPTS, "cpu", print) as fresh:
+        assert fresh() == after
+
+
+def test_texts_that_none_of_has_ended_are_spoken_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "watched", partial(watched, every_s=0.001))
+    lines: list[str] = []
+    said = {"reading": threading.Event(), "begun": threading.Event(), "one": threading.Event()}
+    written = 0
+
+    def say(line: str) -> None:
+        lines.append(line)
+        for name, form in (
+            ("reading", r"answers: 0 of 2, reading prompts"),
+            ("begun", r"answers: 0 of 2, 30 tokens, [\d,]+ tok/s, at most \d+ s left"),
+            ("one", r"answers: 1 of 2, 25 tokens, [\d,]+ tok/s, at most \d+ s left"),
+        ):
+            if re.fullmatch(form, line):
+                said[name].set()
+
+    with Clock("answers", 2, 20, say, lambda: written) as clock:
+        assert said["reading"].wait(30), lines
+        written = 30
+        assert said["begun"].wait(30), lines
+        written = 15
+        clock.tick(10)
+        assert said["one"].wait(30), lines
+        written = 0
+        clock.tick(20)
+    assert lines[-1].startswith("answers: 2 of 2, 30 tokens, ")
+    assert lines[-1].endswith(" 0 s left")
+    told = len(lines)
+    time.sleep(0.01)
+    assert len(lines) == told, "no more lines after its end"
+
+
+def test_what_is_left_is_bounded_by_what_is_being_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of four has ended after 9 s, and the others are as far as one can be: they do not take 27 s more."""
+    now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    written = 0
+    clock = Clock("answers", 4, 100, print, lambda: written)
+    now, written = 1.0, 40
+    assert clock.line() == "answers: 0 of 4, 40 tokens, 40 tok/s, at most 9 s left"
+    clock.tick(90)
+    now, written = 9.0, 270
+    assert clock.line() == "answers: 1 of 4, 360 tokens, 40 tok/s, at most 1 s left"
+    written = 0
+    assert clock.line() == "answers: 1 of 4, 90 tokens, 10 tok/s, at most 27 s left", (
+        "not 30: bounded by the answers that ended"
+    )

@@ -15,7 +15,7 @@ from medusa_checkpoints import chained_medusa, tiny_medusa
 from mtp_checkpoints import MTP, save_with_modules
 from shared_drafts import tiny_shared
 from slipstream import SamplingParams, SpeculationParams
-from test_levels import Levelling
+from test_feature_drafter import Levelling
 
 pytestmark = pytest.mark.gpu
 
