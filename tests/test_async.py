@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from slipstream import LLM, RequestOutput, SamplingParams, SpeculationParams
-from slipstream.core.errors import InvalidRequest, RequestError
+from slipstream.core.errors import InvalidRequest
 
 LONG = SamplingParams(max_tokens=200, ignore_eos=True, seed=1)
 
@@ -199,19 +199,6 @@ def test_names_that_look_like_anothers_samples(open_llm: Callable[..., LLM], tin
 
     run(main())
     everything_is_free(llm)
-
-
-def test_bad_requests_raise(llm: LLM) -> None:
-    async def main() -> None:
-        with pytest.raises(InvalidRequest, match="the prompt is empty"):
-            await collect(llm.generate_async(""))
-        with pytest.raises(InvalidRequest, match="the prompt has 300 tokens and the context 256"):
-            await collect(llm.generate_async([1] * 300))
-        llm.close()
-        with pytest.raises(RequestError, match="the engine is closed"):
-            await collect(llm.generate_async([1]))
-
-    run(main())
 
 
 def test_an_event_loop_that_died_does_not_take_the_engine_along(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -107,7 +107,7 @@ class TestBefore:
         ):
             assert not read_schema(heavy).light
 
-    @pytest.mark.parametrize("mark", ["[", "{", '"\\', "(", "#", "::="])
+    @pytest.mark.parametrize("mark", ["[", "{", '"\\'])
     def test_marks_that_are_never_closed_are_read_once(self, mark: str) -> None:
         began = time.thread_time()
         with suppress(InvalidRequest):
@@ -150,16 +150,15 @@ class TestTrials:
         told = TRIALS.try_out(Source("grammar", f'root ::= r0\n{plain}\nr{rules} ::= "."'), words(), LIMITS.trial_s)
         assert told == Outcome(True)
 
-    @pytest.mark.parametrize("form", [{"grammar": late("a")}, {"json": long_enum("b")}, {"choice": ["c" * 3000, "d"]}])
+    @pytest.mark.parametrize("form", [{"grammar": late("a")}, {"json": long_enum("b")}])
     def test_what_takes_too_long_is_refused_and_remembered(self, form: dict[str, Any], grammars: Grammars) -> None:
         asked = StructuredOutputsParams(**form)
-        limits = CompileLimits(trial_s=1e-4) if "choice" in form else LIMITS
         for _ in range(2):
             with pytest.raises(
                 InvalidRequest, match=rf"structured_outputs\.{asked.kind}: would take too long to compile"
             ):
-                grammars.constraint(asked, (), limits)
-        assert (asked, limits.trial_s) in grammars._tried
+                grammars.constraint(asked, (), LIMITS)
+        assert (asked, LIMITS.trial_s) in grammars._tried
 
     def test_what_is_fine_can_be_followed(self, grammars: Grammars) -> None:
         form = StructuredOutputsParams(grammar='root ::= "a" root "b" | "c"{1,20}')
@@ -351,20 +350,6 @@ class TestClocks:
             timeout=60,
         )
         assert json.loads(ended.stdout) == {"id": 1, "outcome": "starved"}
-
-    def test_a_form_that_was_not_tried_may_be_asked_again(self, grammars: Grammars) -> None:
-        sample = Sample.of([b"a", b"b"])
-        answer: Future[Outcome] = Future()
-        assert TRIALS.try_out(Source("grammar", 'root ::= "a"'), sample, 1.0) == Outcome(True)
-        process = TRIALS._process
-        assert process is not None
-        TRIALS._waiting[-1] = answer
-        read, write = os.pipe()
-        os.write(write, b'{"id": -1, "outcome": "starved"}\n')
-        os.close(write)
-        with os.fdopen(read, "rb") as lines:
-            TRIALS._resolve(lines)
-        assert answer.cancelled()
 
 
 class TestShares:

@@ -1,17 +1,32 @@
-"""Rules: what is refused by name, and what is put in order."""
+"""Rules of structured outputs: what is refused by name, what is put in order, what is looked at in the answer."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+import time
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
 
+import httpx
 import jsonschema
 import pytest
+from pydantic import (
+    AnyUrl,
+    BaseModel,
+    Field,
+    FilePath,
+    HttpUrl,
+    SecretStr,
+    StringConstraints,
+    TypeAdapter,
+)
 
 from constrain_scenes import start, tokens_of
-from slipstream.constrain.checker import Comparer
+from serving import MODEL, serving
+from slipstream import LLM, SamplingParams, StructuredOutputsParams
+from slipstream.constrain.checker import Checker, Comparer
 from slipstream.constrain.compiler import Grammars
-from slipstream.constrain.source import MAX_NESTING, MAX_PROPERTIES, MAX_SUBSCHEMAS, read_schema
+from slipstream.constrain.source import MAX_NESTING, MAX_PROPERTIES, read_schema
 from slipstream.constrain.syntax import MAX_JSON_WEIGHT, MAX_WEIGHT, check_pattern, dotless
 from slipstream.core.errors import InvalidRequest
 from structured_scenes import SCHEMAS
@@ -26,33 +41,24 @@ class TestSchemas:
         ("schema", "message"),
         [
             ({"not": {"type": "string"}}, "'not' cannot be followed"),
-            ({"if": {}, "then": {}}, "'if'"),
             ({"type": "object", "dependentRequired": {"a": ["b"]}}, "'dependentRequired'"),
             ({"properties": {"a": {"type": "string", "nullable": True}}}, "#/properties/a: 'nullable'"),
             ({"allOf": [{"type": "integer"}, {"minimum": 3}]}, "allOf of several"),
             ({"type": "integer", "anyOf": [{"minimum": 3}]}, "'anyOf' beside 'type'"),
             ({"$ref": "#/$defs/a", "minimum": 3, "$defs": {"a": {}}}, "'.ref' beside 'minimum'"),
             ({"$ref": "https://elsewhere/schema"}, "place in this document"),
-            ({"$ref": "#anchor"}, "place in this document"),
             ({"$ref": "#/$defs/gone"}, "cannot be followed: nothing is there"),
-            ({"$ref": "#"}, "leads back to itself"),
             ({"type": "array", "minItems": 2**31}, "at most 2147483647"),
             ({"type": "integer", "maximum": 10**300}, "maximum .* must be within"),
             ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "nothing tells schemas 0 and 1 apart"),
             ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
             ({"type": "string", "pattern": 'a"b'}, "a quote"),
             ({"type": "string", "pattern": r"a\\b"}, "escape must be"),
-            ({"type": "string", "pattern": r"\x22"}, "escape must be"),
-            ({"type": "string", "pattern": r"\""}, "escape must be"),
-            ({"type": "string", "pattern": r"[\"a]"}, "escape must be"),
-            ({"type": "string", "pattern": "\\\n"}, "escape must be"),
             ({"type": "integer", "multipleOf": 5000}, "multipleOf"),
             ({"type": "number", "minimum": 1e-7, "maximum": 2e-7}, "no number of at most 6 decimals"),
-            ({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1e-6}, "no number of at most 6 decimals"),
             ({"type": "array", "items": {"type": "number", "minimum": 5e-324, "maximum": 1e-9}}, "within its bounds"),
             ({"minLength": 3, "minimum": 4}, "without a type"),
             ({"type": "colour"}, "must be one or some of"),
-            ({"type": "string", "enum": ["a", 1]}, "1 is not of type"),
             ({"enum": []}, "one part at least"),
             ({"enum": list(range(3000))}, "at most 2000"),
             ({"type": "object", "required": ["z"], "additionalProperties": False}, "'z' is required"),
@@ -60,9 +66,7 @@ class TestSchemas:
             ({"type": "object", "patternProperties": {"^a": {}, "b$": {}}}, "may overlap"),
             ({"type": "object", "additionalProperties": True, "minProperties": 2}, "cannot be counted"),
             ({"type": "integer", "minimum": 5, "maximum": 4}, "minimum greater than maximum"),
-            ({"properties": ["a"]}, "must be an object"),
             ({"type": "object", "properties": {f"p{i}": {} for i in range(MAX_PROPERTIES + 1)}}, "more than"),
-            ({"prefixItems": [{"type": "null"}] * (MAX_SUBSCHEMAS + 1)}, "more than"),
         ],
     )
     def test_what_would_be_ignored_is_refused(self, schema: Any, message: str, grammars: Grammars) -> None:
@@ -185,3 +189,98 @@ def test_numbers_are_bounded_as_the_schema_says(name: str, grammars: Grammars) -
             jsonschema.validate(json.loads(text), inner)
             taken += 1
     assert taken > 5
+
+
+class Cat(BaseModel):
+    kind: Literal["cat"]
+    lives: int
+
+
+class Dog(BaseModel):
+    kind: Literal["dog"]
+
+
+Name = Annotated[str, StringConstraints(pattern="^[a-z]+$", max_length=3)]
+
+
+Price = Annotated[float, Field(multiple_of=0.01)]
+
+
+Pet = Annotated[Cat | Dog, Field(discriminator="kind")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "left_out", "good", "bad"),
+    [
+        (AnyUrl, (), "https://a.b/", None),
+        (HttpUrl, ("maxLength at #",), "https://a.b/", "https://" + "a" * 2100),
+        (set[tuple[int, float]], ("uniqueItems at #",), [[1, 2.0], [1, 2.5]], [[1, 2], [1, 2.0]]),
+        (Price, ("multipleOf at #",), 17.4, 17.405),
+        (list[Price], ("multipleOf at #/items",), [0.01, 1e2], [0.01, 1e-3]),
+        (dict[str, Price], ("multipleOf at #/additionalProperties",), {"a": 0.3}, {"a": 0.301}),
+        (int | Name, ("maxLength at #/anyOf/1",), 1234, "abcd"),
+        (Pet, (), {"kind": "cat", "lives": 9}, None),
+        (SecretStr, ("format at #: password is not checked",), "x", None),
+        (FilePath, ("format at #: file-path is not checked",), __file__, None),
+    ],
+)
+def test_what_pydantic_asks_for(kind: Any, left_out: tuple[str, ...], good: Any, bad: Any, grammars: Grammars) -> None:
+    schema = TypeAdapter(kind).json_schema()
+    assert start(grammars, json=schema).left_out == left_out
+    checker = Checker(json.dumps(schema))
+    assert checker.fault(json.dumps(good)) is None
+    TypeAdapter(kind).validate_json(json.dumps(good))
+    if bad is not None:
+        assert checker.fault(json.dumps(bad))
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(bad, schema)
+
+
+def test_work_on_an_answer_is_bounded() -> None:
+    schema: Any = {"$ref": "#/$defs/k0", "$defs": {"k30": {"const": 1, "uniqueItems": True}}}
+    for level in range(30):
+        schema["$defs"][f"k{level}"] = {"anyOf": [{"$ref": f"#/$defs/k{level + 1}"}] * 8}
+    assert "more than 5,000 steps" in str(Checker(json.dumps(schema)).fault("2"))
+    steep = Checker('{"type": "number", "multipleOf": 0.01}')
+    assert "too long" in str(steep.fault("1e999999999"))
+    assert "not checked" in str(steep.fault("[" * 100_000))
+
+
+@pytest.mark.parametrize(
+    ("schema", "answer"),
+    [
+        ({"type": "array", "uniqueItems": True}, [[[i] * 10] for i in range(2_000)]),
+        ({"type": "array", "items": {"enum": [[1] * 300] * 10}}, [[1] * 300] * 1_000),
+        ({"type": "number", "multipleOf": 0.01}, "0." + "3" * 400_000),
+    ],
+)
+def test_values_are_not_compared_for_long(schema: dict[str, Any], answer: Any) -> None:
+    """The engine's thread checks answers: within 0.2 s where nothing else runs, whatever the schema is."""
+    text = answer if isinstance(answer, str) else json.dumps(answer)
+    checker = Checker(json.dumps(schema))
+    began = time.thread_time()
+    fault = str(checker.fault(text))
+    assert time.thread_time() - began < 1
+    assert "not checked" in fault or fault == "None"
+
+
+TWICE = {"type": "array", "items": {"enum": [7]}, "minItems": 2, "maxItems": 2, "uniqueItems": True}
+
+
+BROKEN = "$: its items are not all different"
+
+
+def test_an_answer_says_what_it_breaks(open_llm: Callable[..., LLM]) -> None:
+    params = SamplingParams(max_tokens=40, structured_outputs=StructuredOutputsParams(json=TWICE))
+    answer = open_llm().generate([[1]], params)[0].outputs[0]
+    assert (answer.text, answer.finish_reason) == ("[7, 7]", "stop")
+    assert (answer.unenforced, answer.violation) == (("uniqueItems at #",), BROKEN)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_over_http_a_header_says_so(open_llm: Callable[..., LLM], stream: bool) -> None:
+    asked = {"model": MODEL, "prompt": "a", "max_tokens": 40, "structured_outputs": {"json": TWICE}, "stream": stream}
+    with serving(open_llm()) as server:
+        answer = httpx.post(f"{server.url}/v1/completions", json=asked)
+    assert answer.headers["X-Slipstream-Unenforced"] == "uniqueItems at #"
+    assert f'"violation":"{BROKEN}"' in answer.text.replace('": "', '":"')

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from exactness import FEW, Case, cases, differences, plain, run
-from scripted import BAD, GOOD, Answers, Bushy, Hangs, LateOnce, RaisesForSome, RightThenWrong, Scripted, all_scripted
+from scripted import BAD, GOOD, Answers, Bushy, Hangs, RaisesForSome, RightThenWrong, Scripted, all_scripted
 from slipstream import LLM, CompletionOutput, SamplingParams, SpeculationParams
 from slipstream.drafters import guard
 from slipstream.drafters.base import Drafter
@@ -202,18 +202,6 @@ def test_a_drafter_that_hangs_is_dropped_for_good(
         assert "let_go.wait" in caplog.text
     finally:
         drafter.let_go.set()
-
-
-def test_a_drafter_that_is_late_once_comes_back(open_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "LATE_AT_LEAST_S", 0.25)  # so that only what is meant to be late is late
-    answers = Answers()
-    llm = open_llm(drafter=LateOnce(answers), planner="fixed")
-    batch = cases()[:4]
-    expected = plain(llm, batch, answers)
-    got = run(llm, batch, LateOnce.name)
-    assert not differences(batch, expected, got)
-    assert llm.engine.drafting.guards[LateOnce.name].late == 1
-    assert all(output.speculation.accepted for output in got)
 
 
 @fixed

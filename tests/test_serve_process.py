@@ -101,23 +101,6 @@ def test_health_tells_one_that_hangs(process: EngineProcess, how: str, monkeypat
         until(lambda: health(server) == (200, "ok"))
 
 
-def test_streams_go_on_while_it_drains(process: EngineProcess) -> None:
-    with (
-        serving(process) as server,
-        httpx.stream("POST", f"{server.url}/v1/completions", json=STREAMED, timeout=FAR) as stream,
-    ):
-        events = stream.iter_lines()
-        assert next(events).startswith("data: {")
-        process.call(inside.hold)
-        server.drain()
-        assert health(server) == (503, "draining")
-        assert post(server, LONG).status_code == 503
-        process.call(inside.release)
-        rest = [line for line in events if line]
-    assert rest[-1] == "data: [DONE]"
-    assert '"finish_reason":"length"' in rest[-2]
-
-
 ENDS = {
     "killed": ("", "ended by SIGKILL"),
     "hangs": ("", "no sign of progress"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import queue
 import threading
 from collections.abc import Callable
@@ -138,34 +137,6 @@ class TestEnding:
         llm._loop.call(lambda: None)
         assert not llm.engine.busy
         assert llm.engine.pool.free_pages == llm.engine.pool.num_pages
-
-    def test_abort_by_id(self, llm: LLM) -> None:
-        slow = Slow(llm)
-        stream = llm.stream([1], SamplingParams(max_tokens=200, ignore_eos=True))
-        slow.rounds(1)
-        first = next(stream)
-        llm.abort("never heard of")
-        llm.abort(first.request_id)
-        slow.let_go()
-        *_, last = stream
-        assert last.finished
-        answer = last.outputs[0]
-        assert (answer.finish_reason, answer.error) == ("abort", "cancelled by its owner")
-        assert len(answer.token_ids) < 10  # the round in flight, and no more
-
-    def test_streams_grow(self, llm: LLM) -> None:
-        outputs = list(llm.stream("abc", SamplingParams(max_tokens=30, ignore_eos=True, seed=2)))
-        for earlier, later in itertools.pairwise(outputs):
-            assert not earlier.finished
-            a, b = earlier.outputs[0], later.outputs[0]
-            assert b.text.startswith(a.text)
-            assert b.token_ids[: len(a.token_ids)] == a.token_ids
-            assert len(b.token_ids) > len(a.token_ids)
-            assert a.speculation.emitted == len(a.token_ids)  # as it was then, not as it is now
-            assert a.timing.total_s == 0
-        assert outputs[-1].finished
-        whole = llm.generate("abc", SamplingParams(max_tokens=30, ignore_eos=True, seed=2))[0]
-        assert outputs[-1].outputs[0].text == whole.outputs[0].text
 
     def test_closing_twice(self, open_llm: Callable[..., LLM]) -> None:
         with open_llm() as llm:

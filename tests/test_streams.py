@@ -75,14 +75,6 @@ def test_final_only_is_one_output(llm: LLM) -> None:
     assert only.outputs[0].token_ids == collect(llm)[-1].outputs[0].token_ids
 
 
-def test_generate_gives_the_whole_whatever_the_kind(llm: LLM) -> None:
-    first, *others = [
-        llm.generate("abc", SamplingParams(max_tokens=20, seed=1, output_kind=kind))[0].outputs[0].token_ids
-        for kind in ("cumulative", "delta", "final_only")
-    ]
-    assert others == [first, first]
-
-
 def engine_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "slipstream-engine"]
 
@@ -255,22 +247,6 @@ def test_held_news_come_without_further_tokens() -> None:
     play(loop, others, 30, 0.001)
     assert silent.new == 0
     assert sum(silent.told) == 50
-
-
-def test_steps_that_become_slow_are_reported_at_once_again() -> None:
-    loop, requests = a_crowd(32, each=30e-6)
-    play(loop, requests, 60, 0.001)
-    play(loop, requests, 40, 0.020)
-    assert requests[0].told[-5:] == [1] * 5
-
-
-def test_a_crowd_that_shrinks_gets_every_step() -> None:
-    loop, requests = a_crowd(32, each=30e-6)
-    play(loop, requests, 60, 0.001)
-    play(loop, requests[3:], 1, 0.001, last=True)
-    play(loop, requests[:3], 40, 0.001)
-    assert requests[0].told[-10:] == [1] * 10
-    assert 0 not in requests[0].told  # what was held was told with what followed, and not again when it was time
 
 
 def test_first_tokens_and_ends_are_urgent_of_each_answer(llm: LLM) -> None:

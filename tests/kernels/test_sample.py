@@ -1,4 +1,4 @@
-"""The sampling kernels against their torch twin: filters, ties, broken rows, company."""
+"""Kernels of sampling, ranking and masks: each as its twin."""
 
 from __future__ import annotations
 
@@ -12,16 +12,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fused_cases import Case
+from interpreted import DEVICE, FLOATS
 from interpreted import DEVICE as KERNEL_DEVICE
+from mask_bits import as_bits
 from slipstream.core.params import SamplingParams
+from slipstream.kernels.gpu.forbid_bits import _launch, forbid_bits_, forbid_bits_twin_
 from slipstream.kernels.gpu.jit import jit, tl
-from slipstream.sampling import Features, SampleRows, gumbel, row_keys
+from slipstream.kernels.gpu.soft_rows import Wanted, Wish, _launch_judge, _launch_totals, judge_twin_
+from slipstream.kernels.gpu.sortable import NOTHING, sortable, unsorted
+from slipstream.sampling import Features, SampleRows, SamplingTable, gumbel, row_keys
 from slipstream.sampling.fused import choose_fused, gumbel_noise
 from slipstream.sampling.noise import hash_tokens
+from slipstream.sampling.rank import HOPELESS, _filters, _tempered, rank, rank_fused
 
 # The interpreter computes with numpy, which warns where a cold temperature rightly makes a score infinite.
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
-
 EVERY_WISH = [
     SamplingParams(temperature=0),
     SamplingParams(temperature=0.7),
@@ -32,7 +36,10 @@ EVERY_WISH = [
     SamplingParams(min_p=0.02),
     SamplingParams(temperature=0.1, top_k=5, min_p=0.1),
 ]
+
+
 ALL_FEATURES = Features(greedy=True, sampled=True, top_k=True, top_p=True, min_p=True)
+
 
 any_params = st.builds(
     SamplingParams,
@@ -40,6 +47,10 @@ any_params = st.builds(
     top_k=st.sampled_from([0, 0, 1, 3, 40, 500, 1000]),
     top_p=st.one_of(st.just(1.0), st.floats(0.01, 0.999), st.sampled_from([1e-9, 1 - 2**-53])),
     min_p=st.one_of(st.just(0.0), st.floats(0.001, 1.0)),
+)
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:overflow encountered:RuntimeWarning", "ignore:invalid value:RuntimeWarning"
 )
 
 
@@ -153,3 +164,153 @@ def test_on_the_cpu_the_twin_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(import_module("slipstream.sampling.choose"), "choose_fused", None)
     tokens = Case(torch.zeros(1, 64), [SamplingParams(top_k=2)]).twin()
     assert tokens[0] in (0, 1)
+
+
+WISHES = [
+    SamplingParams(temperature=0),
+    SamplingParams(temperature=0.7),
+    SamplingParams(temperature=1e-40),
+    SamplingParams(top_p=0.8),
+    SamplingParams(temperature=2, top_k=3),
+    SamplingParams(min_p=0.2),
+]
+
+
+R = len(WISHES)
+
+
+# The interpreter computes with numpy, which warns where a cold temperature rightly makes a score infinite.
+
+
+def table_of(wishes: list[SamplingParams], vocab_size: int, device: torch.device = DEVICE) -> SamplingTable:
+    table = SamplingTable(len(wishes), vocab_size, device)
+    for slot, wish in enumerate(wishes):
+        table.add(slot, wish, seed=3 + slot)
+    return table
+
+
+def rows_of(slots: list[int], device: torch.device = DEVICE) -> SampleRows:
+    at = torch.tensor(slots, device=device)
+    return SampleRows(slots=at, positions=at + 10, generated=torch.zeros_like(at))
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("wishes", [[WISHES[0]] * R, WISHES, [WISHES[1], WISHES[0]] * 3], ids=["greedy", "all", "two"])
+def test_the_kernels_match_the_twin(wishes: list[SamplingParams], drafts: bool) -> None:
+    torch.manual_seed(1)
+    vocab_size, width, count = 600, 150 if drafts else 600, 5
+    table, rows = table_of(wishes, vocab_size), rows_of(list(range(R)))
+    features = table.features(list(range(R)))
+    logits = 4 * torch.randn(R, width, device=DEVICE)
+    logits[:, 7] = logits[:, 3]  # ties
+    vocab = torch.randperm(vocab_size)[:width].sort().values.to(DEVICE) if drafts else None
+    floor = _tempered(logits, rows, table, features).floor if _filters(features) else None
+    tokens, scores = rank_fused(logits, rows, table, count, vocab, floor, HOPELESS, sampled=features.sampled, chunk=64)
+    cpu = torch.device("cpu")
+    ids = None if vocab is None else vocab.cpu()
+    on_cpu = (rows_of(list(range(R)), cpu), table_of(wishes, vocab_size, cpu))
+    twin = rank(logits.cpu(), *on_cpu, features, count, ids)
+    torch.testing.assert_close(scores.cpu(), twin.scores, rtol=1e-4, atol=1e-4)
+    assert all(len(set(line)) == count for line in tokens.tolist())
+    # of what cannot come any token will do, and of equals either
+    for line in range(R):
+        real = twin.scores[line] > HOPELESS
+        alike = twin.scores[line].diff().abs().min() < 1e-4
+        if not alike:
+            assert tokens.cpu()[line][real].tolist() == twin.tokens[line][real].tolist()
+
+
+def test_broken_rows_give_tokens_without_hope() -> None:
+    table, rows = table_of(WISHES[:3], 100), rows_of([0, 1, 2])
+    logits = torch.full((3, 100), torch.nan, device=DEVICE)
+    logits[1] = -torch.inf
+    tokens, scores = rank_fused(logits, rows, table, 4, None, None, HOPELESS, sampled=True, chunk=64)
+    assert (scores == HOPELESS).all()
+    assert all(len(set(line)) == 4 and max(line) < 100 for line in tokens.tolist())
+
+
+@jit
+def _both_ways(x_ptr: tl.tensor, key_ptr: tl.tensor, again_ptr: tl.tensor, N: tl.constexpr) -> None:
+    at = tl.arange(0, N)
+    key = sortable(tl.load(x_ptr + at))
+    tl.store(key_ptr + at, key)
+    tl.store(again_ptr + at, unsorted(key))
+
+
+def test_keys_are_in_the_order_of_their_numbers() -> None:
+    edges = [torch.inf, -torch.inf, 0.0, -0.0, 1e-45, -1e-45, 3.4e38, -3.4e38, -1e38, 1.0, -1.0]
+    x = torch.cat((torch.tensor(edges), torch.randn(64 - len(edges)))).to(DEVICE)
+    key, again = torch.empty(64, dtype=torch.int32, device=DEVICE), torch.empty_like(x)
+    _both_ways[(1,)](x, key, again, N=64)
+    assert torch.equal(again, x)
+    assert torch.equal(key[:, None] < key, x[:, None] < x)
+    assert torch.equal(key[:, None] == key, x[:, None] == x)  # both zeros are one
+    assert int(key[1]) == int(getattr(NOTHING, "value", NOTHING))
+
+
+@pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 300, 4097])
+@pytest.mark.parametrize("apply", [_launch, forbid_bits_twin_, forbid_bits_])
+def test_only_allowed_tokens_are_left(vocab_size: int, apply: object) -> None:
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = torch.randn(3, vocab_size, generator=generator).to(DEVICE)
+    allowed = (torch.rand(3, vocab_size, generator=generator) < 0.5).to(DEVICE)
+    wanted = torch.where(allowed, logits, -math.inf)
+    apply(logits, as_bits(allowed))  # type: ignore[operator]
+    assert torch.equal(logits, wanted)
+
+
+@pytest.mark.parametrize("apply", [_launch, forbid_bits_twin_])
+def test_a_broken_logit_stays_broken(apply: object) -> None:
+    logits = torch.tensor([[0.0, math.nan, math.inf, -math.inf]], device=DEVICE)
+    apply(logits, torch.zeros(1, 1, dtype=torch.int32, device=DEVICE))  # type: ignore[operator]
+    assert logits[0].isnan().tolist() == [False, True, True, False]
+
+
+def test_rows_of_a_wider_tensor_are_found() -> None:
+    whole = torch.zeros(2, 80, device=DEVICE)
+    _launch(whole[:, :40], torch.zeros(2, 2, dtype=torch.int32, device=DEVICE))
+    assert (whole[:, :40] == -math.inf).all()
+    assert (whole[:, 40:] == 0).all()
+
+
+ROWS, STEPS = 3, 2
+
+
+def target(vocab: int, names: int) -> tuple[Tensor, Tensor]:
+    """Logits of the target, and which of its tokens can be named."""
+    made = torch.Generator().manual_seed(vocab)
+    logits = 3 * torch.randn(ROWS, vocab, generator=made)
+    logits[0, 5] = -torch.inf  # a token that cannot come
+    return logits.to(DEVICE), torch.randperm(vocab, generator=made)[:names].sort().values.to(DEVICE)
+
+
+@pytest.mark.parametrize("vocab", [64, 100, 333])
+def test_totals(vocab: int) -> None:
+    logits, _ = target(vocab, vocab)
+    total, best = _launch_totals(logits, block=64)
+    torch.testing.assert_close(total, logits.logsumexp(1))
+    assert torch.equal(best, logits.argmax(1))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(
+    "wish", [Wish(), Wish(variation=0.7), Wish(sharpen=0.25), Wish(0.3, 0.5), Wish(keyed=2), Wish(0.3, 0.5, 0.7)]
+)
+@pytest.mark.parametrize("names", [64, 100, 170])
+def test_judging(names: int, wish: Wish, dtype: torch.dtype) -> None:
+    seen, ids = target(200, names)
+    best = torch.full((200,), -1, device=DEVICE)
+    best[ids] = torch.arange(names, device=DEVICE)
+    said = torch.tensor([2, -1, 7], device=DEVICE)  # one cannot be named
+    wanted = Wanted(seen[:, ids], seen.logsumexp(1), best[seen.argmax(1)], said)
+    wanted.best[1] = -1  # its best token cannot be named
+    guesses = (2 * torch.randn(STEPS * ROWS, names, generator=torch.Generator().manual_seed(1))).to(DEVICE, dtype)
+    guesses[3, 5] = 60.0  # so sure of another token that its odds are cut
+    weight = torch.tensor([1.0, 0.5, 0.0, 2.0, 1.0, 1.0], device=DEVICE)
+    mine, theirs = guesses.clone(), guesses.clone()
+    found = _launch_judge(mine, wanted, weight, wish, block=64)
+    twin = judge_twin_(theirs, wanted, weight, wish)
+    torch.testing.assert_close(found, twin, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(mine, theirs)
+    assert twin.hit.tolist()[1] == 0
+    assert [chance > 0 for chance in twin.met.tolist()] == [wish.keyed > 0 and row % ROWS != 1 for row in range(6)]

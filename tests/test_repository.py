@@ -1,10 +1,12 @@
-"""Every command that the pages and the benchmarks' own help name has the options that its program knows."""
+"""What the repository promises: commands and links of its pages exist, and it sets itself up."""
 
 from __future__ import annotations
 
 import argparse
 import re
 import shlex
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import import_module
@@ -14,16 +16,31 @@ from typing import Any, NamedTuple, NoReturn
 import pytest
 import typer.main
 
+from bench_scripts import clients
 from slipstream.cli.main import app
 
 ROOT = Path(__file__).parent.parent
+
+
 BENCH = ROOT / "tools"
 sys.path.append(str(BENCH))
+
+
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted(BENCH.glob("*.py"))]
+
+
 _FENCED = re.compile(r"^```\w*\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
 _INDENTED = re.compile(r"(?:^ {4,}.*\n)+", re.MULTILINE)
+
+
 _GOES_ON = re.compile(r"\\\n\s*|\n\s+(?=\[?--)")  # a line that begins with an option belongs to the one before
+
+
 _SCRIPT = re.compile(r"(?:python +)?tools/(\w+)\.py\b(.*)")
+
+
 _COMMAND = re.compile(r"(?:\S*/)?slipstream ([a-z]+)\b(.*)")
 
 
@@ -116,8 +133,14 @@ def test_commands_are_known(page: Path, known: dict[str, set[str]]) -> None:
 
 
 DOCUMENTS = [page for page in PAGES if page.suffix == ".md"]
+
+
 _LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
+
+
 _SOURCE = re.compile(r"`((?:\w+/)+\w+\.py)`")
+
+
 _HEADING = re.compile(r"^#+ +(.*)$", re.MULTILINE)
 
 
@@ -156,3 +179,76 @@ def test_pages_and_scripts_name_commands(known: dict[str, set[str]]) -> None:
     named = {command.program for page in PAGES for command in written(page.read_text(encoding="utf-8"))}
     assert {name for name in known if "/" in name} <= named, "every script says how it is called"
     assert named >= {"generate", "chat", "serve", "models", "bench", "audit", "train", "tune", "explain"}
+
+
+_INDEX = "https://download.pytorch.org/whl/cpu"
+
+
+_PYTHON = """#!/bin/sh
+# Every Python of the set-up, base and environment: writes down what pip is asked for.
+echo "$@" >> "$LOG"
+case "$*" in
+    "-m venv .venv") mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
+    *"index versions"*) [ "$PIP_EXTRA_INDEX_URL" = "$INDEX" ] && exit "$UNREACHED" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("machine", "gpu", "reached", "cpu_index"),
+    [
+        ("Linux x86_64", False, True, True),
+        ("Linux x86_64", False, False, False),
+        ("Linux x86_64", True, True, False),
+        ("Linux aarch64", False, True, True),
+        ("Darwin arm64", False, True, False),
+    ],
+)
+def test_torch_for_cpus_where_there_is_no_gpu(
+    tmp_path: Path, machine: str, gpu: bool, reached: bool, cpu_index: bool
+) -> None:
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    made = {"python3.11": _PYTHON, "uname": f"#!/bin/sh\necho {machine.split()[0]}\n"}
+    for name, text in {**made, **({"nvidia-smi": "#!/bin/sh\n"} if gpu else {})}.items():
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    for name in ("mkdir", "cp", "touch", "sh", "bash", "env"):
+        if (found := shutil.which(name)) is not None:
+            (programs / name).symlink_to(found)
+    log = tmp_path / "log"
+    known = {"PATH": str(programs), "LOG": str(log), "INDEX": _INDEX, "UNREACHED": "0" if reached else "1"}
+    make = shutil.which("make")
+    assert make is not None
+    done = subprocess.run([make, ".venv/.base"], cwd=tmp_path, env=known, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (install,) = [line for line in log.read_text().splitlines() if line.endswith(" torch") and "install" in line]
+    assert (f"--extra-index-url {_INDEX}" in install) is cpu_index
+    assert ("for CPUs" in done.stdout) is (cpu_index or machine.startswith("Darwin"))
+
+
+@pytest.mark.parametrize("name", list(clients.CLIENTS))
+def test_each_client_has_one_version(name: str) -> None:
+    environment, package, _ = clients.CLIENTS[name]
+    pins = Path(str(clients.__file__)).with_name(f"clients-{environment}.txt").read_text()
+    (pinned,) = re.findall(rf"^{re.escape(package)}==(\S+)$", pins, re.MULTILINE)
+    table = (clients.ROOT / "docs" / "clients.md").read_text()
+    assert f"| {name} {pinned} |" in table
+
+
+def test_installed_by_their_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def run(command: list[Any], **_: Any) -> None:
+        asked.append([str(word) for word in command])
+        (tmp_path / "openai2").mkdir(exist_ok=True)
+
+    monkeypatch.setattr(clients, "HOME", tmp_path)
+    monkeypatch.setattr(subprocess, "run", run)
+    for _ in range(2):
+        clients.python_of("openai2")
+    _, install = asked
+    assert install[install.index("--constraint") + 1].endswith("clients-openai2.txt")
+    assert "litellm" in install

@@ -1,10 +1,11 @@
-"""The rule of sampling against a plain reference, and its promise that a row is decided alone."""
+"""The rule of sampling against plain references: filters, penalties, ranks and the table behind them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,10 +14,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from exactness import EXTRAS, TEMPERATURES
 from mask_bits import as_bits
 from slipstream.core.errors import InvalidRequest
 from slipstream.core.params import SamplingParams
-from slipstream.sampling import Features, SampleRows, SamplingTable, choose, gumbel, processed, raw_logprobs
+from slipstream.sampling import Features, SampleRows, SamplingTable, choose, gumbel, processed, raw_logprobs, row_keys
+from slipstream.sampling.rank import HOPELESS, rank
+from slipstream.sampling.table import Columns
 
 V = 12
 
@@ -83,7 +87,11 @@ def reference(logits: Tensor, params: SamplingParams, clear: Callable[[bool], ob
 
 
 quarters = st.integers(-16, 16).map(lambda n: n / 4)  # coarse, so that ties are common
+
+
 many_logits = st.lists(st.one_of(quarters, st.floats(-8, 8, width=32)), min_size=V, max_size=V)
+
+
 any_params = st.builds(
     SamplingParams,
     temperature=st.sampled_from([0.0, 0.3, 1.0, 1.7, 1e-40]),
@@ -93,6 +101,8 @@ any_params = st.builds(
     allowed_token_ids=st.one_of(st.none(), st.lists(st.integers(0, V - 1), min_size=1, max_size=5)),
     logit_bias=st.dictionaries(st.integers(0, V - 1), st.floats(-5, 5, width=32), max_size=3),
 )
+
+
 any_rows = st.lists(st.tuples(many_logits, any_params), min_size=1, max_size=3)
 
 
@@ -373,3 +383,249 @@ class TestRawLogprobs:
         assert found.chosen.tolist() == pytest.approx([-math.inf, -math.log(3)])
         assert found.ranks.tolist() == [0, 1]
         assert found.top_ids.shape == found.top.shape == (2, 0)
+
+
+tokens = st.integers(0, V - 1)
+
+
+token_lists = st.lists(tokens, max_size=8)
+
+
+penalized = st.builds(
+    SamplingParams,
+    repetition_penalty=st.sampled_from([1.0, 0.5, 1.3, 2.0]),
+    frequency_penalty=st.sampled_from([0.0, 0.7, -0.4]),
+    presence_penalty=st.sampled_from([0.0, 1.1, -2.0]),
+)
+
+
+trees = st.lists(st.tuples(tokens, st.integers(0, 9)), max_size=6)
+
+
+def plainly(logits: list[float], params: SamplingParams, prompt: list[int], output: list[int]) -> list[float]:
+    """The penalized logits of one row, by the book."""
+    result = []
+    for token, x in enumerate(logits):
+        if token in prompt or token in output:
+            x = x / params.repetition_penalty if x > 0 else x * params.repetition_penalty
+        x -= params.frequency_penalty * output.count(token)
+        x -= params.presence_penalty * (token in output)
+        result.append(x)
+    return result
+
+
+def tree_paths(tree: list[tuple[int, int]]) -> list[list[int]]:
+    """The path to the root and to every node; a node's second number picks its parent among those before it."""
+    paths: list[list[int]] = [[]]
+    for token, parent in tree:
+        paths.append([*paths[parent % len(paths)], token])
+    return paths
+
+
+def tree_rows(paths: list[list[int]], slot: int) -> SampleRows:
+    depth = max(len(path) for path in paths)
+    slots = torch.full((len(paths),), slot)
+    lengths = torch.tensor([len(path) for path in paths])
+    padded = torch.tensor([path + [-1] * (depth - len(path)) for path in paths], dtype=torch.int64)
+    return SampleRows(slots, lengths + 50, lengths, padded.view(len(paths), depth))
+
+
+def random_logits(rows: int) -> Tensor:
+    return torch.randn(rows, V, generator=torch.Generator().manual_seed(rows)) * 2
+
+
+@settings(deadline=None, max_examples=100)
+@given(penalized, token_lists, token_lists, trees)
+def test_every_row_of_a_tree_counts_its_own_path(
+    params: SamplingParams, prompt: list[int], output: list[int], tree: list[tuple[int, int]]
+) -> None:
+    paths = tree_paths(tree)
+    table = SamplingTable(3, V)
+    table.add(0, SamplingParams(temperature=0), seed=0)
+    table.add(2, params, seed=6, prompt=prompt, output=output)
+    rows, logits = tree_rows(paths, 2), random_logits(len(paths))
+    naive = torch.tensor(
+        [plainly(logits[row].tolist(), params, prompt, output + path) for row, path in enumerate(paths)]
+    )
+    p = processed(logits, rows, table, table.features([2])).softmax(dim=1)
+    torch.testing.assert_close(p, naive.softmax(dim=1), atol=1e-6, rtol=1e-4)
+
+
+@settings(deadline=None, max_examples=60)
+@given(penalized, token_lists, token_lists, trees)
+def test_a_row_on_a_path_chooses_as_plain_decoding_would(
+    params: SamplingParams, prompt: list[int], output: list[int], tree: list[tuple[int, int]]
+) -> None:
+    """The token after a path is the token after committing that path, bit for bit; bad words included."""
+    words = [[1, 2], [3, 4, 5], [6]]
+    paths = tree_paths(tree)
+    table = SamplingTable(1, V)
+    table.add(0, params, seed=6, prompt=prompt, output=output, bad_words=words)
+    rows, logits = tree_rows(paths, 0), random_logits(len(paths))
+    speculated = choose(logits, rows, table, table.features([0])).tolist()
+    for row, path in enumerate(paths):
+        plain = SamplingTable(1, V)
+        plain.add(0, params, seed=6, prompt=prompt, output=output + path, bad_words=words)
+        alone = SampleRows(rows.slots[:1], rows.positions[row : row + 1], rows.generated[row : row + 1])
+        assert choose(logits[row : row + 1], alone, plain, plain.features([0])).tolist() == speculated[row : row + 1]
+
+
+@settings(deadline=None, max_examples=60)
+@given(penalized, token_lists, st.lists(st.lists(tokens, max_size=4), max_size=4))
+def test_committing_round_by_round_is_adding_with_the_whole_output(
+    params: SamplingParams, prompt: list[int], rounds: list[list[int]]
+) -> None:
+    params = SamplingParams(repetition_penalty=1.5) if not params.penalized else params
+    words = [[1, 2, 3], [4, 5]]
+    grown, whole = SamplingTable(2, V), SamplingTable(2, V)
+    grown.add(1, params, seed=1, prompt=prompt, bad_words=words)
+    grown.add(0, params, seed=1, bad_words=words)
+    for emitted in rounds:
+        padded = torch.tensor([emitted + [7] * (4 - len(emitted)), [2, -1, 7, 7]])
+        grown.commit(torch.tensor([1, 0]), padded, torch.tensor([len(emitted), 2]))
+    output = [token for emitted in rounds for token in emitted]
+    whole.add(1, params, seed=1, prompt=prompt, output=output, bad_words=words)
+    whole.add(0, params, seed=1, output=[2] * len(rounds), bad_words=words)  # -1 is no token
+    for name in ("counts", "prompt_seen", "tails"):
+        assert torch.equal(getattr(grown, name), getattr(whole, name)), name
+
+
+def test_nothing_is_counted_before_someone_is_penalized() -> None:
+    table = SamplingTable(2, V)
+    table.add(0, SamplingParams(), seed=0)
+    table.commit(torch.tensor([0]), torch.tensor([[3]]), torch.tensor([1]))
+    assert table.counts.numel() == 0
+    table.add(1, SamplingParams(presence_penalty=0.5), seed=0, output=[2])
+    table.commit(torch.tensor([0, 1]), torch.tensor([[3], [4]]), torch.tensor([1, 1]))
+    assert table.counts[1].nonzero()[:, 0].tolist() == [2, 4]
+
+
+def test_rows_without_penalties_stay_as_they_are() -> None:
+    table = SamplingTable(2, V)
+    table.add(0, SamplingParams(), seed=0)
+    table.add(1, SamplingParams(frequency_penalty=2.0, repetition_penalty=3.0), seed=0, prompt=[1], output=[2, 2])
+    table.commit(torch.tensor([0, 1]), torch.tensor([[3], [3]]), torch.tensor([1, 1]))
+    logits = random_logits(2)
+    slots = torch.tensor([0, 1])
+    rows = SampleRows(slots, slots, slots, torch.tensor([[5], [5]]))
+    together = processed(logits, rows, table, table.features([0, 1]))
+    plain = processed(logits, rows, table, Features(sampled=True))
+    assert torch.equal(together[0], plain[0])
+    assert not torch.equal(together[1], plain[1])
+
+
+KINDS = {
+    "odd": (0, torch.bool),
+    "warm": (0.5, torch.float32),
+    "most": (-math.inf, torch.float32),
+    "share": (1, torch.float64),
+    "key": (7, torch.int64),
+}
+
+
+@pytest.mark.parametrize("rows", [1, 3, 65, 300])
+def test_columns_are_what_nobody_wrote_and_what_was_written(rows: int) -> None:
+    columns = Columns(rows, KINDS, torch.device("cpu"))
+    for name, (value, dtype) in KINDS.items():
+        assert columns.by_name[name].tolist() == [value] * rows
+        assert columns.by_name[name].dtype == dtype
+    columns.write(rows - 1, {"odd": True, "share": 0.1, "key": -(1 << 63)})
+    assert columns.by_name["odd"].tolist() == [False] * (rows - 1) + [True]
+    assert columns.by_name["share"].tolist() == [1.0] * (rows - 1) + [0.1]  # all its digits
+    assert columns.by_name["key"].tolist() == [7] * (rows - 1) + [-(1 << 63)]
+    assert columns.by_name["warm"].tolist() == [0.5] * rows  # not spoken of
+
+
+def test_columns_begin_where_tensors_would() -> None:
+    columns = Columns(5, KINDS, torch.device("cpu")).by_name
+    assert {column.data_ptr() % 64 for column in columns.values()} == {0}  # kernels are compiled for 16
+    assert all(column.is_contiguous() for column in columns.values())
+
+
+def test_columns_stay_where_they_are() -> None:
+    """Captured work reads them by address."""
+    columns = Columns(4, KINDS, torch.device("cpu"))
+    before = {name: column.data_ptr() for name, column in columns.by_name.items()}
+    columns.write(2, {"key": 1})
+    assert {name: column.data_ptr() for name, column in columns.by_name.items()} == before
+
+
+def test_features_are_what_the_slots_ask_for() -> None:
+    table = SamplingTable(4, V)
+    table.add(0, SamplingParams(temperature=0, top_p=0.5, top_k=3, min_p=0.1), seed=0)
+    table.add(1, SamplingParams(top_p=0.5), seed=0, end_ids=[1])
+    table.add(2, SamplingParams(top_k=V, min_tokens=3, presence_penalty=1), seed=0, end_ids=[1])
+    assert table.features([]) == Features()
+    assert table.features([0]) == Features(greedy=True)  # filters do nothing at temperature 0
+    assert table.features([0, 1]) == Features(greedy=True, sampled=True, top_p=True)
+    assert table.features([2]) == Features(sampled=True, penalties=True, min_tokens=True)
+    table.remove(2)
+    table.add(2, SamplingParams(temperature=0), seed=0)
+    assert table.features([2, 0]) == Features(greedy=True)
+
+
+VOCAB, DRAFT = 97, 40
+
+
+CPU = torch.device("cpu")
+
+
+LETTERS = {name: {k: v for k, v in extra.items() if k != "bad_words"} for name, extra in EXTRAS.items()}
+
+
+def ranked_table(*params: SamplingParams) -> SamplingTable:
+    table = SamplingTable(len(params), VOCAB, CPU)
+    for slot, one in enumerate(params):
+        assert one.seed is not None
+        table.add(slot, one, seed=one.seed, prompt=[3, 5, 10], output=[10, 20], end_ids=[2, 10, 40])
+    return table
+
+
+def ranked_rows(count: int, slots: list[int] | None = None) -> SampleRows:
+    at = torch.tensor(slots or list(range(count)))
+    return SampleRows(slots=at, positions=torch.arange(5, 5 + count), generated=torch.full((count,), 2))
+
+
+def ranked(extra: dict[str, Any], temperature: float, seed: int) -> SamplingParams:
+    return SamplingParams(temperature=temperature, seed=seed, **extra)
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("extra", LETTERS)
+def test_the_best_is_what_the_rule_chooses(extra: str, drafts: bool) -> None:
+    params = [ranked(LETTERS[extra], t, seed) for t in TEMPERATURES for seed in range(5)]
+    table = ranked_table(*params)
+    features = table.features(list(range(len(params))))
+    torch.manual_seed(3)
+    vocab = torch.randperm(VOCAB)[:DRAFT].sort().values if drafts else None
+    logits = 3 * torch.randn(len(params), DRAFT if drafts else VOCAB)
+    whole = logits
+    if vocab is not None:
+        whole = torch.full((len(params), VOCAB), -torch.inf).index_copy_(1, vocab, logits)
+    rows = ranked_rows(len(params))
+    found = rank(logits, rows, table, features, 4, vocab)
+    assert found.tokens[:, 0].tolist() == choose(whole, rows, table, features).tolist()
+    assert all(len(set(line)) == 4 for line in found.tokens.tolist())
+    assert (found.scores <= 0).all()
+    assert (found.scores.diff(dim=1) <= 0).all()
+
+
+def test_shares_are_of_the_noisy_scores() -> None:
+    table = ranked_table(ranked({}, 0.7, 9), ranked({}, 0.0, 9))
+    logits = torch.randn(2, VOCAB)
+    found = rank(logits, ranked_rows(2), table, table.features([0, 1]), VOCAB)
+    noise = gumbel(row_keys(torch.tensor([9]), torch.tensor([0]), torch.tensor([5])), torch.arange(VOCAB))[0]
+    wanted = torch.stack(((logits[0] / 0.7 + noise).log_softmax(0), logits[1].log_softmax(0)))
+    torch.testing.assert_close(found.scores, wanted.gather(1, found.tokens))
+    torch.testing.assert_close(found.scores.exp().sum(1), torch.ones(2))
+
+
+def test_what_cannot_come_has_no_hope() -> None:
+    table = ranked_table(ranked({"top_k": 2}, 1.0, 1), ranked({}, 0.0, 1))
+    logits = torch.randn(2, VOCAB)
+    logits[1] = torch.nan
+    found = rank(logits, ranked_rows(2), table, table.features([0, 1]), 3)
+    assert (found.scores[0, :2] > HOPELESS).all()
+    assert found.scores[0, 2] == HOPELESS
+    assert found.scores.isfinite().all()
+    assert ((found.tokens >= 0) & (found.tokens < VOCAB)).all()
