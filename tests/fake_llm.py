@@ -1,8 +1,9 @@
-"""A stand-in for the engine behind the command line: no model, four words, and a memory of what it was asked."""
+"""An engine for tests of the command line, and what a command did. Not a test file."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -91,3 +92,19 @@ class FakeLLM:
 
     def close(self) -> None:
         self.closed = True
+
+
+@dataclass(frozen=True)
+class Ran:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """The last line of stdout."""
+        value: dict[str, Any] = json.loads(self.out.splitlines()[-1])
+        return value
+
+
+Run = Callable[..., Ran]

@@ -1,16 +1,19 @@
-"""Where kernels run in tests: on a GPU, or by Triton's interpreter (see conftest.py), mended where it fails us."""
+"""Kernels under Triton's interpreter, and masks of bits written plainly. Not a test file."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch import Tensor
 from triton.runtime import interpreter
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
+
 FLOATS = (torch.float32, torch.float16) + ((torch.bfloat16,) if torch.cuda.is_available() else ())
 """What kernels are right with: the interpreter's products of bf16 are wrong, and it cuts off instead of rounding."""
+
 
 _patch_tensor = interpreter._patch_lang_tensor
 
@@ -23,7 +26,10 @@ def _patch_index_too(tensor: Any, *rest: Any) -> None:
 
 interpreter._patch_lang_tensor = _patch_index_too
 
+
 _patch_lang, _launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+
+
 _patched: set[Any] = set()
 
 
@@ -42,6 +48,8 @@ def _launch_unpatched(self: Any, *args: Any, **options: Any) -> None:
 
 
 interpreter._patch_lang = _patch_once
+
+
 interpreter.GridExecutor.__call__ = _launch_unpatched
 
 
@@ -60,3 +68,14 @@ def _with_bool_masks(method: str, at: int) -> None:
 
 _with_bool_masks("create_masked_load", 1)
 _with_bool_masks("create_masked_store", 2)
+
+
+def as_bits(allowed: Tensor) -> Tensor:
+    """[R, W] int32 of bools [R, V]: bit t % 32 of word t // 32 is token t's; what is behind the last token is 0."""
+    rows = []
+    for row in allowed.tolist():
+        words = [0] * -(-len(row) // 32)
+        for token, may in enumerate(row):
+            words[token // 32] |= int(may) << (token % 32)
+        rows.append([word - (1 << 32) if word >> 31 else word for word in words])
+    return torch.tensor(rows, dtype=torch.int32).to(allowed.device)

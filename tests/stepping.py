@@ -1,4 +1,4 @@
-"""An engine without its thread: a test takes the rounds itself, and looks inside between two of them."""
+"""An engine that a test runs step by step, and what its cache should hold. Not a test file."""
 
 from __future__ import annotations
 
@@ -8,11 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from slipstream import CompletionOutput, RequestOutput, SamplingParams
 from slipstream.engine import build as building
 from slipstream.engine.build import DrafterChoice
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.intake import Intake
+from slipstream.kv.cache import KVCache
+from slipstream.kv.pages import PageTable
+from slipstream.models.batch import PassBatch
+from slipstream.models.runner import Runner
 
 
 @dataclass(frozen=True)
@@ -64,3 +71,40 @@ class Stepper:
             assert rounds < 1000, "the engine makes no progress"
         assert self.engine.pool.free_pages == self.engine.pool.num_pages
         return [answer for (output,) in sinks for answer in output.outputs]
+
+
+@torch.inference_mode()
+def prefill(runner: Runner, tokens: Sequence[int]) -> tuple[KVCache, Tensor]:
+    """A cache of one page with these tokens, and the logits of all rows [N, V]."""
+    count = len(tokens)
+    cache = runner.new_cache(1, count)
+    places = torch.arange(count)
+    batch = PassBatch(
+        input_ids=torch.tensor(tokens),
+        positions=places,
+        slots=places,
+        row_starts=(0, count),
+        prefix_lengths=(0,),
+        pages=((0,),),
+        is_tree=(False,),
+        masks=None,
+        logit_rows=None,
+    )
+    return cache, runner.forward(batch, cache)
+
+
+def cache_error(runner: Runner, cache: KVCache, table: PageTable, tokens: Sequence[int]) -> float:
+    """The largest difference between a request's entries in the cache and a fresh prefill, over all layers.
+
+    As a part of the layer's largest entry: random weights make numbers of any size.
+    """
+    if not tokens:
+        return 0.0
+    right, _ = prefill(runner, tokens)
+    size = table.pool.page_size
+    slots = torch.tensor([table.pages[place // size] * size + place % size for place in range(len(tokens))])
+    worst = 0.0
+    for layer in range(len(cache.layers)):
+        for have, want in ((cache.keys(layer), right.keys(layer)), (cache.values(layer), right.values(layer))):
+            worst = max(worst, float((have[slots] - want).abs().max() / want.abs().max()))
+    return worst

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from conftest import save_model, tiny_llama
-from ran import Ran, Run
+from fake_llm import Ran, Run
 from slipstream import LLM, SamplingParams
 from slipstream.audit import equality, report
 from slipstream.audit.distribution import Fit

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from exactness import FEW
-from fresh import cache_error
+from stepping import cache_error
 from slipstream import SamplingParams, SpeculationParams
 from slipstream.core.draft import ROOT, Tree
 from slipstream.core.verdict import Verdict

@@ -15,9 +15,7 @@ from transformers import AutoTokenizer
 
 from conftest import VOCAB
 from gpu_bench import (
-    ROOT_FOLDER,
     WIDE,
-    FakeTime,
     cells,
     cells_ours,
     cells_peers,
@@ -27,7 +25,7 @@ from gpu_bench import (
     widen,
     write_heads,
 )
-from slipstream.core.errors import ConfigError, InvalidRequest
+from slipstream.core.errors import InvalidRequest
 from slipstream.drafters.suffix import SuffixDrafter
 
 Beat, Cell = cells_work.Beat, cells_work.Cell
@@ -320,25 +318,6 @@ def test_settings_come_in_turn_and_what_recorded_much_again() -> None:
     assert found["b"]["decode_tok_s"] is None
 
 
-def test_which_cells() -> None:
-    whole = cells_work.cells(("qa", "rag"), (1, 64), (0.0, 1.0))
-    assert [cell.name for cell in whole][:3] == ["qa x1 T=0", "rag x1 T=0", "qa x1 T=1"]
-    assert len(whole) == 8
-    some = cells_work.cells(("qa", "rag"), (1, 64), (0.0, 1.0), "rag x64, qa T=0")
-    assert [cell.name for cell in some] == ["qa x1 T=0", "qa x64 T=0", "rag x64 T=0", "rag x64 T=1"]
-    with pytest.raises(ConfigError, match="none is called so"):
-        cells_work.cells(("qa",), (1,), (0.0,), "x4")
-
-
-def test_requests_that_begin_together_do_not_end_together() -> None:
-    assert [cells_work.tokens_of(number, 4, 128) for number in range(6)] == [56, 80, 104, 128, 128, 128]
-    assert [cells_work.tokens_of(number, 1, 128) for number in range(2)] == [128, 128]
-    many = [cells_work.tokens_of(number, 64, 128) for number in range(64)]
-    assert len(set(many)) == 64
-    assert min(many) >= 32
-    assert cells_work.tokens_of(0, 64, 2) == 1
-
-
 def test_prompts_are_cut_in_the_middle(tiny_target: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_target)
     text = "begin " + "x" * 300 + " end"
@@ -354,40 +333,6 @@ def test_prompts_are_cut_in_the_middle(tiny_target: Path) -> None:
     prompts = cells_work.prompts_of(tokenizer, [f"{i}" for i in range(80)], 64, 200, 16)
     assert len(prompts) == 64
     assert len(cells_work.prompts_of(tokenizer, [f"{i}" for i in range(80)], 4, 200, 16)) == 16
-
-
-def test_the_time_that_is_left() -> None:
-    clock = FakeTime()
-    left = cells_ours.Clock(100.0, clock)
-    assert left.takes(5) == 0
-    with left.step():
-        clock.now += 8
-    clock.now += 2
-    assert (left.left, left.takes(3)) == (90.0, 24.0)
-    assert cells_ours.Clock(None, clock).left == float("inf")
-
-
-def test_when_a_plan_has_followed() -> None:
-    drafts = cells_ours.followed([[6.0] * 40, [6.0] * 9 + [0.0] * 31, [0.0] * 4 + [6.0] * 36])
-    assert drafts.levels == [6.0, 0.0, 6.0]
-    assert drafts.rounds[0] is not None
-    assert 4 <= drafts.rounds[0] <= 9
-    assert drafts.rounds[1] is not None
-    assert drafts.rounds[1] <= 4
-    assert cells_ours.followed([[6.0] * 40, [6.0] * 40]).rounds == [None], "it never turned off"
-    probing = [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 2.0] * 5
-    assert cells_ours.followed([[6.0] * 40, probing]).rounds == [0], "a probe is no change of plan"
-    gone = [[3.0] * 40, [0.0] * 40, [0.0] * 40]
-    assert cells_ours.followed(gone).rounds == [0, None]
-    assert cells_ours.followed(gone, returns=True).rounds == [0, 40], "it should have come back"
-    more = [[1.0] * 40, [0.0] * 40, [3.0] * 40]
-    assert cells_ours.followed(more, returns=True).rounds == [0, 0], "and may do better than before"
-    wavers = [[30.0] * 40, [1.0] * 40, [30.0] * 24 + [10.0] * 16]
-    assert cells_ours.followed(wavers).rounds == [0, 22]
-    found = cells_ours.followed(wavers, again=True)
-    assert found.rounds == [0, 0], "it was at once where it had been"
-    assert [len(phase) for phase in found.nodes] == [40, 40, 40]
-    assert cells_ours.followed([[30.0] * 9, [1.0] * 9, [1.0] * 9], again=True).rounds == [0, None]
 
 
 # --- the tables -------------------------------------------------------------------------------------------------------
@@ -453,14 +398,6 @@ def test_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     alike = cells.verdict({"c": {"plain": 5.0, "auto": 5.0}})
     assert alike is not None
     assert alike.of_the_way is None
-
-
-def test_the_page_has_a_place_for_the_tables(tmp_path: Path) -> None:
-    page = tmp_path / "cells.md"
-    page.write_text((ROOT_FOLDER / "docs" / "cells.md").read_text())
-    (tmp_path / "found.json").write_text(json.dumps(RESULTS))
-    cells.main(["--show", str(tmp_path / "found.json"), "--into", str(page)])
-    assert "auto is 94% of the way" in page.read_text()
 
 
 def test_what_is_asked_wrongly(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from typer.main import get_command
 
 import slipstream
 from fake_llm import FakeLLM
-from ran import Ran, Run
+from fake_llm import Ran, Run
 from slipstream.bench import memory
 from slipstream.bench.run import EngineRunner
 from slipstream.cli import loading, models, options

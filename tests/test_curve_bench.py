@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
-import torch
 from transformers import AutoTokenizer
 
 from gpu_bench import (
-    ROOT_FOLDER,
     WIDE,
     curve,
-    curve_ours,
     curve_peers,
     install_vllm,
     measure_here,
@@ -189,28 +186,6 @@ def test_a_second_call_adds_and_makes_nothing_anew(
     assert found["command"] == "tools/curve.py && tools/curve.py", "both calls"
 
 
-def test_a_drafter_that_changed_is_made_again(
-    tiny_target: Path, small_heads: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.copytree(small_heads / "medusa", tmp_path / "heads" / "medusa")
-    made: list[Path] = []
-    heads = curve_ours.widen_heads
-    widen_head: Callable[..., str] = heads.widen_head
-
-    def noted(*given: Any) -> str:
-        made.append(given[2])
-        return widen_head(*given)
-
-    monkeypatch.setattr(heads, "widen_head", noted)
-    ask = (tiny_target, tiny_target, tmp_path / "heads", tmp_path / "work", torch.float32)
-    assert heads.widen_all(*ask) == heads.widen_all(*ask) == {"medusa": f"medusa:{tmp_path / 'work' / 'medusa'}"}
-    assert len(made) == 1
-    config = tmp_path / "heads" / "medusa" / "config.json"
-    config.write_text(config.read_text() + "\n")
-    heads.widen_all(*ask)
-    assert len(made) == 2
-
-
 # --- the work ---------------------------------------------------------------------------------------------------------
 
 
@@ -226,24 +201,6 @@ def test_runs_in_which_something_was_recorded_do_not_count() -> None:
     runs = iter("wabcd")
     found = work.timed(lambda: next(runs), 2, recorded=lambda: next(graphs))
     assert (found.runs, found.before, found.recorded) == (("b", "d"), 3, 0)
-
-
-def test_patience_ends() -> None:
-    graphs = iter(range(100))
-    found = work.timed(lambda: "run", 2, recorded=lambda: next(graphs), patience=3)
-    assert (len(found.runs), found.before, found.recorded) == (2, 4, 2)
-
-
-def test_what_is_short_may_warm_up() -> None:
-    done: list[str] = []
-    work.timed(lambda: done.append("run"), 1, warm_up=lambda: done.append("short"))
-    assert done == ["short", "run"]
-
-
-def test_first_turns_are_spread(tmp_path: Path) -> None:
-    path = write_prompts(tmp_path)
-    assert len(work.first_turns(path)) == 240
-    assert work.first_turns(path, 3) == ["coding 0?", "qa 80?", "rag 160?"]
 
 
 @pytest.mark.parametrize(("drafts", "accepted", "tau"), [(30, 60, 100 / 40), (30, 70, 100 / 40), (10, 20, 100 / 80)])
@@ -322,29 +279,6 @@ def test_the_tables(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         "curve ngram T=0, 1 at once failed: OutOfMemoryError: no",
         "vLLM draft failed: ImportError: vllm",
     ]
-
-
-def test_what_was_not_measured_is_said() -> None:
-    theirs = {size: {"tok_s": 100.0 * int(size)} for size in ("1", "16", "2", "8")}
-    results = {**RESULTS, "fixed": {}, "vllm": {"plain": {"T=0": theirs}}}
-    said = curve.markdown(results).splitlines()
-    assert "| plain | 250 (0.96) | - | 1,300 (1.00) | - |" in said
-    assert "| vLLM, plain | 100 (0.38) | 200 | 800 (0.62) | 1,600 |" in said
-    assert "| one request, T=0 | tau | accepted | draft, ms | verify, ms | host, ms |" in said  # none always drafted
-    assert "| EAGLE-3 | 3.50 | 50.0% | 0.50 | 4.00 | 0.01 |" in said
-    assert "Not measured yet: ours at T=0 with 2, 16 at once. What has a dash was not measured." in said
-    assert "Not measured yet" not in curve.markdown(RESULTS)
-
-
-def test_the_performance_page_has_a_place_for_the_tables(tmp_path: Path) -> None:
-    page = tmp_path / "performance.md"
-    shutil.copy(ROOT_FOLDER / "docs" / "performance.md", page)
-    (tmp_path / "found.json").write_text(json.dumps(RESULTS))
-    curve.main(["--show", str(tmp_path / "found.json"), "--into", str(page)])
-    assert "| EAGLE-3 | 650 (2.50) | - |" in page.read_text()
-    page.write_text("no place")
-    with pytest.raises(ValueError, match="no place for the tables"):
-        curve.main(["--show", str(tmp_path / "found.json"), "--into", str(page)])
 
 
 def test_what_is_asked_wrongly(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,66 +37,6 @@ def test_works_are_done_in_turn() -> None:
     assert clocks.clock_of(torch.device("cuda")) is clocks.graph_clock
 
 
-class FakeCuda:
-    """Enough of `torch.cuda` to see what is captured, and what is replayed between which events."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.log: list[str] = []
-        self.capturing: str | None = None
-        self.graphs = 0
-        self.milliseconds = 0.0
-        cuda = self
-
-        class Graph:
-            def __init__(self) -> None:
-                cuda.graphs += 1
-                self.name = str(cuda.graphs)
-
-            def replay(self) -> None:
-                cuda.log.append(f"replay {self.name}")
-                cuda.milliseconds += float(self.name)
-
-        class Event:
-            def __init__(self, enable_timing: bool = False) -> None:
-                assert enable_timing
-
-            def record(self) -> None:
-                self.at = cuda.milliseconds
-
-            def elapsed_time(self, end: Event) -> float:
-                assert cuda.log[-1] == "synchronized"
-                return end.at - self.at
-
-        @contextmanager
-        def capture(graph: Graph, **options: Any) -> Iterator[None]:
-            assert options == {"capture_error_mode": "thread_local"}
-            cuda.capturing = graph.name
-            yield
-            cuda.capturing = None
-
-        stream = SimpleNamespace(wait_stream=lambda other: None)
-        for name, fake in {
-            "CUDAGraph": Graph,
-            "Event": Event,
-            "graph": capture,
-            "Stream": lambda: stream,
-            "current_stream": lambda: stream,
-            "stream": nullcontext,
-            "synchronize": lambda: self.log.append("synchronized"),
-        }.items():
-            monkeypatch.setattr(torch.cuda, name, fake)
-
-    def work(self) -> None:
-        assert torch.is_inference_mode_enabled()
-        self.log.append(f"capture {self.capturing}" if self.capturing else "run")
-
-
-def test_on_a_gpu_works_are_captured_once_and_replayed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = FakeCuda(monkeypatch)
-    assert clocks.graph_clock({"a": cuda.work, "b": cuda.work}, 3) == {"a": 0.001, "b": 0.002}
-    assert cuda.log == ["run", "capture 1", "run", "capture 2", *["replay 1", "replay 2"] * 4, "synchronized"]
-
-
 def test_bandwidth_counts_what_is_read_and_what_is_written() -> None:
     assert clocks.copy_bandwidth(CPU, FakeClock({"copy": 0.25})) == 2 * 2**26 / 0.25
 
@@ -108,13 +46,6 @@ def test_each_moment_belongs_to_the_kernel_that_ends_next() -> None:
     spans = [(0.0, 4.0, "a"), (1.0, 6.0, "b"), (5.0, 7.0, "a"), (10.0, 11.0, "b")]
     found = clocks.kernel_times([clocks.Span(*span) for span in reversed(spans)], 2)
     assert found == [clocks.KernelTime("a", 1, 2.5), clocks.KernelTime("b", 1, 1.5)]
-
-
-def test_kernels_are_those_of_replays(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = FakeCuda(monkeypatch)
-    monkeypatch.setattr(clocks, "watched", lambda work: (work(), [clocks.Span(0.0, 3.0, "k")])[1])
-    assert clocks.by_kernel(cuda.work, 3) == [clocks.KernelTime("k", 1 / 3, 1.0)]
-    assert cuda.log == ["run", "capture 1", *["replay 1", "synchronized"] * 6]
 
 
 def test_every_work_that_is_looked_into_runs(runner: Runner) -> None:
@@ -323,48 +254,3 @@ def test_a_wrong_name_is_refused_before_anything_runs(wrong: list[str], capsys: 
     with pytest.raises(SystemExit):
         kernels.main([])
     assert "--target is needed" in capsys.readouterr().err
-
-
-def test_kernels_have_a_table_for_each_work() -> None:
-    found = {
-        "plain step": [
-            {"name": "product", "launches": 64.0, "us": 750.0},
-            {"name": "norm", "launches": 1.5, "us": 250.0},
-        ]
-    }
-    assert kernels.kernel_lines(found) == [
-        "",
-        "**plain step**: 1.000 ms",
-        "",
-        "| kernel | launches | us | % |",
-        "|---|---|---|---|",
-        "| `product` | 64 | 750.0 | 75.0 |",
-        "| `norm` | 1.5 | 250.0 | 25.0 |",
-    ]
-
-
-def test_passes_in_the_table() -> None:
-    found = {
-        "tree": {
-            "context": 300,
-            "rows_ms": {"1": 3.9},
-            "tree_rows": 64,
-            "tree_ms": 4.1,
-            "tree_over_plain": 1.0513,
-            "step_over_bytes": 1.2,
-        },
-        "long": [{"context": 32000, "ms": 5.0, "over_bytes": 1.31}],
-        "heads": {"depth": 6, "nodes": 63, "ms": {"1": 1.5}, "over_bytes": 1.25},
-        "sampling": [{"vocab_size": 151936, "ms": {"greedy": 4.0, "T=1": 4.1}, "over_greedy": {"T=1": 1.025}}],
-    }
-    lines = kernels.markdown(found).splitlines()[2:]
-    assert [tuple(line.strip("| ").split(" | ")) for line in lines] == [
-        ("pass over 1 rows, a request each, at 300 tokens, ms", "3.900"),
-        ("pass over a tree of 64 rows, at 300 tokens, ms", "4.100 (1.051 plain steps)"),
-        ("plain step over its bytes at copy bandwidth", "1.200"),
-        ("step at 32,000 tokens, ms", "5.000 (1.310 times its bytes)"),
-        ("draft of an EAGLE-3 head, depth 6, 63 nodes, 1 at once, ms", "1.500"),
-        ("draft of an EAGLE-3 head, depth 6, 63 nodes, over its bytes at copy bandwidth", "1.250"),
-        ("step with its choice, greedy, 151,936 tokens to choose from, ms", "4.000"),
-        ("step with its choice, T=1, 151,936 tokens to choose from, ms", "4.100 (1.025 greedy steps)"),
-    ]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from exactness import FEW, cases, differences, plain, run
 from families import CPU
-from fresh import prefill
+from stepping import prefill
 from medusa_checkpoints import (
     HIDDEN,
     VOCAB,

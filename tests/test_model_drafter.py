@@ -16,7 +16,7 @@ from torch import Tensor
 from conftest import VOCAB, save_model, save_tokenizer, tiny_llama
 from exactness import FEW, Case, cases, differences, plain, run
 from families import CPU, Passes, random_tokens
-from fresh import cache_error, prefill
+from stepping import cache_error, prefill
 from shared_drafts import tiny_shared, with_words
 from slipstream import LLM, SamplingParams, SpeculationParams
 from slipstream.core.draft import Draft

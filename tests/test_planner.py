@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner_play import CPU, GPU, Drafter, Play
+from planning import CPU, GPU, Drafter, Play
 from slipstream.core.draft import Tree
 from slipstream.plan.planner import AdaptivePlanner
 from slipstream.plan.types import Curve, DraftSeen, Levels, Load, MeasuredCosts, Offer, StepSeen, TreeSeen, Turn

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from exactness import EXTRAS, TEMPERATURES
-from mask_bits import as_bits
+from interpreted import as_bits
 from slipstream.core.errors import InvalidRequest
 from slipstream.core.params import SamplingParams
 from slipstream.sampling import Features, SampleRows, SamplingTable, choose, gumbel, processed, raw_logprobs, row_keys
