@@ -13,14 +13,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from exactness import FEW
-from stepping import cache_error
 from slipstream import SamplingParams, SpeculationParams
 from slipstream.core.draft import ROOT, Tree
 from slipstream.core.verdict import Verdict
 from slipstream.drafters.base import DraftRequest, HostDrafter
 from slipstream.engine import engine as engine_module
 from slipstream.kv.cache import Moves, compaction
-from stepping import Arrival, Stepper
+from stepping import Arrival, Stepper, cache_error
 
 BIAS = dict.fromkeys(tuple(FEW)[:2], 60.0)  # nothing else is ever said, so that every second blind guess is right
 CLOSE = 1e-5

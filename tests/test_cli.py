@@ -15,8 +15,7 @@ import pytest
 from typer.main import get_command
 
 import slipstream
-from fake_llm import FakeLLM
-from fake_llm import Ran, Run
+from fake_llm import FakeLLM, Ran, Run
 from slipstream.bench import memory
 from slipstream.bench.run import EngineRunner
 from slipstream.cli import loading, models, options

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from exactness import FEW, cases, differences, plain, run
 from families import CPU
-from stepping import prefill
 from medusa_checkpoints import (
     HIDDEN,
     VOCAB,
@@ -49,7 +48,7 @@ from slipstream.drafters.medusa import (
 from slipstream.models.heads.medusa import load_medusa
 from slipstream.models.runner import Runner, open_unchecked
 from slipstream.plan.types import Offer
-from stepping import Arrival, Stepper
+from stepping import Arrival, Stepper, prefill
 
 OFF = SpeculationParams(enabled=False)
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from conftest import VOCAB, save_model, save_tokenizer, tiny_llama
 from exactness import FEW, Case, cases, differences, plain, run
 from families import CPU, Passes, random_tokens
-from stepping import cache_error, prefill
 from shared_drafts import tiny_shared, with_words
 from slipstream import LLM, SamplingParams, SpeculationParams
 from slipstream.core.draft import Draft
@@ -30,7 +29,7 @@ from slipstream.kernels.cpu.tiled import CODES_PAY, TiledLinear
 from slipstream.models.parity import open_model
 from slipstream.models.runner import Runner
 from slipstream.train.teacher import Teacher
-from stepping import Arrival, Stepper
+from stepping import Arrival, Stepper, cache_error, prefill
 from test_linear import quantized
 
 ON = SpeculationParams()

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fused_cases import Case
-from interpreted import DEVICE, FLOATS
+from interpreted import DEVICE, FLOATS, as_bits
 from interpreted import DEVICE as KERNEL_DEVICE
-from interpreted import as_bits
 from slipstream.core.params import SamplingParams
 from slipstream.kernels.gpu.forbid_bits import _launch, forbid_bits_, forbid_bits_twin_
 from slipstream.kernels.gpu.jit import jit, tl
