@@ -80,9 +80,6 @@ class TestPool:
             for token in range(4):
                 assert list(pool.after(token)) == [g[1:] for g in reversed(kept) if g[0] == token]
 
-    def test_nothing_follows_an_unknown_token(self) -> None:
-        assert list(NgramPool(2, 2).after(7)) == []
-
 
 class TestWindow:
     @settings(max_examples=200)

@@ -57,12 +57,6 @@ def test_of_equal_matches_the_most_recent_wins() -> None:
     assert propose(NgramDrafter(), [1, 2, 30, 9, 1, 2, 40, 8, 1, 2], budget=1) == (40,)
 
 
-def test_a_long_match_is_found_behind_many_short_ones() -> None:
-    long = [11, 12, 13, 14, 1, 2]
-    text = [*long, 77, *(t for i in range(100) for t in (1, 2, 200 + i)), *long]
-    assert propose(NgramDrafter(candidates=4), text, budget=1) == (77,)
-
-
 def test_a_long_match_in_what_was_answered_is_found_behind_many_short_ones() -> None:
     """The index of long grams is asked only then, and must catch up with what was added since it last was."""
     drafter, long, growing = NgramDrafter(candidates=4), [11, 12, 13, 14, 1, 2], [5, 6, 7]
@@ -106,14 +100,6 @@ def test_an_index_that_grew_finds_what_a_scan_finds(text: list[int], chunk: int)
             best = max(best, (length, place))
         expected = () if best[0] < 2 else (growing[best[1]],)
         assert propose(drafter, growing, budget=1) == expected
-
-
-def test_requests_do_not_mix() -> None:
-    drafter = NgramDrafter()
-    one, two = request([1, 2, 3, 9, 1, 2], "one"), request([1, 2, 4, 9, 1, 2], "two")
-    drafter.start(one)
-    drafter.start(two)
-    assert [tree.tokens for tree in drafter.propose([two, one], [1, 1])] == [(4,), (3,)]
 
 
 def test_a_stopped_request_is_forgotten() -> None:

@@ -72,17 +72,6 @@ def test_it_copies_what_followed() -> None:
     assert propose(drafter_of(), [1, 2, 3, 4, 5, 6, 9, 1, 2]) == Tree.chain((3, 4, 5, 6))
 
 
-def test_nothing_to_copy_is_no_draft() -> None:
-    drafter = drafter_of()
-    for tokens in ([], [1], [1, 2, 3, 4, 5], [1, 2, 7, 2]):
-        assert propose(drafter, tokens) == Tree()
-    assert propose(drafter_of(min_match=1), [1, 2, 7, 2], budget=1) == Tree.chain((7,))
-
-
-def test_the_longest_match_wins_over_a_later_one() -> None:
-    assert propose(drafter_of(), [5, 1, 2, 30, 8, 1, 2, 40, 5, 1, 2], budget=1) == Tree.chain((30,))
-
-
 def test_what_followed_most_often_wins_over_the_latest() -> None:
     text = [1, 2, 30, 5, 1, 2, 30, 6, 1, 2, 40, 7, 1, 2]
     assert propose(drafter_of(), text, budget=1) == Tree.chain((30,))
@@ -110,14 +99,6 @@ def test_a_draft_is_as_long_as_it_is_sure() -> None:
     assert 0 < len(short) < 8
     assert long.tokens == tuple(text[20:40])
     assert len(propose(SuffixDrafter(min_chance=0.9), [*text, 7, *text[:2]])) == 0
-
-
-def test_it_keeps_to_the_budget() -> None:
-    drafter = drafter_of()
-    assert len(propose(drafter, [1, 2] * 100, budget=3)) == 3
-    assert propose(drafter, [1, 2] * 100, budget=0) == Tree()
-    (tree,) = drafter.propose([request([1, 2] * 100)], [1000])
-    assert len(tree) == 63
 
 
 @settings(deadline=None)
@@ -173,14 +154,6 @@ def test_past_outputs_are_drafted_from() -> None:
     assert propose(drafter, [500, 501], name="a:3") == Tree()  # prompts are not kept
 
 
-def test_tenants_never_see_each_others_text() -> None:
-    drafter = drafter_of()
-    answered(drafter, [1, 2, 3, 4, 5], "one:1")
-    answered(drafter, [1, 2, 7, 8, 9], "two:1")
-    both = [request([6, 1, 2], "one:2"), request([6, 1, 2], "two:2"), request([6, 1, 2], "three:2")]
-    assert [tree.tokens for tree in drafter.propose(both, [9, 9, 9])] == [(3, 4, 5), (7, 8, 9), ()]
-
-
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 3), min_size=2, max_size=12)), max_size=25))
 def test_no_tenant_is_drafted_anothers_words(asked: list[tuple[int, list[int]]]) -> None:
@@ -214,16 +187,6 @@ def test_material_may_be_read_late_or_anew() -> None:
         for tokens in ([1, 2], [5, 6, 1, 2, 3, 9, 9, 9]):
             one = request(tokens, "a", material=[[5, 6, 1, 2, 3]])
             assert drafter.propose([one], [1])[0].tokens == ((3,) if len(tokens) == 2 else (9,))
-
-
-def test_what_is_drafted_from_is_kept_longest() -> None:
-    drafter = drafter_of(store_tokens=10)
-    answered(drafter, [1, 2, 3, 4, 5], "a:1")
-    answered(drafter, [11, 12, 13, 14, 15], "a:2")
-    assert propose(drafter, [1, 2], name="a:3").tokens == (3, 4, 5)
-    answered(drafter, [21, 22, 23, 24, 25], "a:4")
-    assert propose(drafter, [11, 12], name="a:5") == Tree()
-    assert propose(drafter, [1, 2], name="a:6").tokens == (3, 4, 5)
 
 
 def test_the_longer_match_comes_first_and_the_other_branches() -> None:
@@ -263,15 +226,6 @@ def test_a_stopped_request_is_forgotten_and_one_that_shrank_read_anew() -> None:
     assert drafter.promise("a") == []
     assert propose(drafter, [8, 8, 9, 1, 2]) == Tree()
     assert propose(drafter, [6, 7, 6, 7], budget=1).tokens == (6,)
-
-
-def test_a_text_may_grow_far_beyond_its_prompt() -> None:
-    drafter, tokens = drafter_of(), [1, 2, 3]
-    drafter.start(request(tokens))
-    for i in range(40):
-        tokens += [(i * j) % 97 for j in range(100)]
-        fresh = drafter_of()
-        assert propose(drafter, tokens) == propose(fresh, tokens)
 
 
 def first_promise(drafter: SuffixDrafter, name: str) -> float:
@@ -441,12 +395,6 @@ def test_material_is_drafted_from(open_llm: Callable[..., LLM], rounds: str) -> 
     assert accepted(ask(llm, params, SpeculationParams())) == accepted(plain)  # it went with its requests
 
 
-def test_it_is_offered_by_name(open_llm: Callable[..., LLM]) -> None:
-    llm = open_llm(drafter="suffix")
-    assert ask(llm, PARAMS, SpeculationParams(drafter="suffix"))[0].error is None
-    assert "suffix" in open_llm(speculative_config={"method": "suffix"}).engine.drafting.drafters
-
-
 def test_material_without_a_drafter_for_it_is_refused(open_llm: Callable[..., LLM]) -> None:
     llm = open_llm(drafter=["ngram", SuffixDrafter()])
     given = SpeculationParams(material=["abc"])
@@ -586,16 +534,6 @@ def test_eviction_goes_by_use_and_leaves_nothing_behind(steps: list[tuple[str, s
             check(index)
 
 
-def test_tenants_never_see_each_other() -> None:
-    store = SuffixStore()
-    store.insert("one", [1, 2, 3, 4])
-    store.insert("two", [1, 2, 5, 6])
-    assert found(store, [1, 2], "one") == (2, Counter([3]))
-    assert found(store, [1, 2], "two") == (2, Counter([5]))
-    assert found(store, [1, 2], "") == (0, Counter())
-    assert found(store, [5], "one") == (0, Counter())
-
-
 def test_tenants_without_end_take_bounded_room() -> None:
     store = SuffixStore(100_000)
     store.insert("first", [1, 2, 3])
@@ -678,11 +616,6 @@ def test_uses_are_noted_late_but_in_their_order() -> None:
         store.insert("", list(range(first, first + 10)))
     kept = [first for first in (0, 100, 200, 300, 400, 500, 600) if store.longest("", [first, first + 1], 2).length]
     assert kept == [300, 400, 500, 600]
-
-
-def test_a_wrong_bound_explains_itself() -> None:
-    with pytest.raises(ConfigError, match="store_tokens=-1: must be 0"):
-        SuffixStore(-1)
 
 
 @pytest.mark.alone

@@ -182,26 +182,6 @@ def test_a_draft_whose_context_ends_stops_drafting(open_pair: Callable[..., LLM]
     assert 0 < stats.by_drafter["model"].drafts < stats.rounds - 20
 
 
-def test_the_planner_stops_what_does_not_pay(open_pair: Callable[..., LLM]) -> None:
-    """Guesses that take time and are never right are made ever more rarely."""
-    llm = open_pair("marks", planner="adaptive")
-    params = SamplingParams(temperature=1.5, max_tokens=90, ignore_eos=True, seed=3)
-    batch = [Case("random", (5, 6, 7), params)]
-    expected = plain(llm, batch)
-    got = run(llm, batch, "model")
-    assert not differences(batch, expected, got)
-    assert got[0].speculation.rounds > 80
-    drafted = got[0].speculation.by_drafter
-    assert "model" not in drafted or drafted["model"].drafts < 40
-
-
-@pytest.mark.parametrize(("kind", "how"), [("marks", "drafts through the text"), ("same", "ids are mapped")])
-def test_how_vocabularies_are_bridged_is_told(open_pair: Callable[..., LLM], kind: str, how: str) -> None:
-    (remark,) = open_pair(kind).remarks
-    assert "has another vocabulary than the target" in remark
-    assert how in remark
-
-
 SMALL, LARGE, MARKS = byte_level(300), byte_level(420), with_marks(400)
 CUTS = {"small": SMALL, "large": LARGE, "marked": MARKS}
 pairs = pytest.mark.parametrize(
@@ -250,15 +230,6 @@ def test_text_grows_with_its_tokens_and_never_by_half_a_character(
             assert growing.tokens == min(at, len(tokens))
         assert "\ufffd" not in growing.text
     assert growing.text == decode(tokenizer, tokens)
-
-
-def test_half_a_character_waits() -> None:
-    tokens = SMALL.encode("ok 🙂", add_special_tokens=False)
-    growing = GrowingText(SMALL)
-    growing.update(tokens[:-1])
-    assert not growing.whole
-    growing.update(tokens)
-    assert (growing.whole, growing.text) == (True, "ok 🙂")
 
 
 @pairs
