@@ -311,13 +311,14 @@ def gate(llm: LLM) -> Iterator[Gate]:
     made.open.set()
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def nothing_breaks(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     caplog.set_level(logging.INFO)
     yield
     assert not [record.getMessage() for record in caplog.records if record.exc_info or record.levelno >= logging.ERROR]
 
 
+@pytest.mark.usefixtures("nothing_breaks")
 def test_streams_go_on_and_others_are_told_to_come_again(llm: LLM, gate: Gate) -> None:
     with ending(llm) as (server, thread):
         with httpx.stream("POST", f"{server.url}/v1/completions", json={**ASKED, "stream": True}, timeout=60) as stream:
@@ -343,6 +344,7 @@ def test_streams_go_on_and_others_are_told_to_come_again(llm: LLM, gate: Gate) -
     everything_is_free(llm)
 
 
+@pytest.mark.usefixtures("nothing_breaks")
 def test_when_the_time_is_up_each_is_told(llm: LLM, gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
     whole: list[httpx.Response] = []
     with ending(llm, drain_s=0.2) as (server, thread):
@@ -372,6 +374,7 @@ def test_when_the_time_is_up_each_is_told(llm: LLM, gate: Gate, caplog: pytest.L
     everything_is_free(llm)
 
 
+@pytest.mark.usefixtures("nothing_breaks")
 def test_a_second_signal_waits_for_nobody(llm: LLM, gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
     with (
         ending(llm) as (server, thread),
@@ -391,6 +394,7 @@ def test_a_second_signal_waits_for_nobody(llm: LLM, gate: Gate, caplog: pytest.L
     assert fields["drain_s"] < SOON_S, "what they had, not what they might have had"
 
 
+@pytest.mark.usefixtures("nothing_breaks")
 def test_who_asks_for_nothing_is_not_waited_for(llm: LLM) -> None:
     """Connections that are kept, a body that never comes, one who watches."""
     with ending(llm) as (server, thread), httpx.Client(base_url=server.url) as kept:

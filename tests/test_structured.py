@@ -286,9 +286,6 @@ def test_a_preempted_answer_goes_on_where_it_was(target: Path, rounds: Any) -> N
         llm.between_rounds(lambda engine: engine.pool.release(held))
 
 
-pytestmark = pytest.mark.slow
-
-
 COUNTRY: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -313,6 +310,7 @@ def default_llm() -> Iterator[LLM]:
         yield default_llm
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("free", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_json_of_a_schema(default_llm: LLM, temperature: float, free: bool) -> None:
