@@ -326,6 +326,15 @@ def test_one_call_where_several_are_not_wanted(parser: type[ToolParser], text: s
         assert (got, [name for name, _ in calls]) == (said, ["weather"])
 
 
+@pytest.mark.parametrize("several", [True, False])
+def test_a_model_that_calls_twice_is_heard_once_where_one_call_is_wanted(client: OpenAI, several: bool) -> None:
+    call = '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>'
+    twice = {"guided_choice": [f"{call}\n{call}"]}
+    told = ask(client, tools=TOOLS, parallel_tool_calls=several, extra_body=twice).choices[0]
+    assert [one.function.name for one in told.message.tool_calls] == ["stop"] * (1 + several)
+    assert told.finish_reason == "tool_calls"
+
+
 def chat(**fields: Any) -> ChatRequest:
     schema = {"$ref": "#/$defs/x", "$defs": {"x": {"type": "object"}}}
     tools = [{"type": "function", "function": {"name": "a", "parameters": schema}}, TOOL]
