@@ -21,7 +21,7 @@ from slipstream.bench.run import EngineRunner
 from slipstream.cli import loading, models, options
 from slipstream.cli.flags import flagged, naming_memory_flags
 from slipstream.cli.main import app, main
-from slipstream.cli.measuring import BreakingOff
+from slipstream.cli.measuring import StopOnInterrupt
 from slipstream.cli.show import rate_line, speculation_json
 from slipstream.core.errors import CapacityError, DownloadError, InvalidRequest, ModelNotFound, SlipstreamError
 from slipstream.core.outputs import DrafterStats, RequestOutput, SpeculationStats
@@ -422,15 +422,15 @@ def test_bench_ended_by_ctrl_c_tells_of_what_was_measured(
 
 
 def test_a_second_ctrl_c_ends_all() -> None:
-    breaking = BreakingOff(lambda: True)
-    with breaking:
+    stopping = StopOnInterrupt(lambda: True)
+    with stopping:
         raise KeyboardInterrupt
-    assert breaking.happened
-    with pytest.raises(KeyboardInterrupt), breaking:
+    assert stopping.happened
+    with pytest.raises(KeyboardInterrupt), stopping:
         raise KeyboardInterrupt
-    with pytest.raises(KeyboardInterrupt), BreakingOff(list):
+    with pytest.raises(KeyboardInterrupt), StopOnInterrupt(list):
         raise KeyboardInterrupt
-    with pytest.raises(ValueError, match="else"), BreakingOff(lambda: True):
+    with pytest.raises(ValueError, match="else"), StopOnInterrupt(lambda: True):
         raise ValueError("else")
 
 

@@ -39,7 +39,7 @@ _INPUTS = ("attention_mask", "position_ids", "past_key_values", "use_cache", "lo
 """Model inputs that `generate` prepares for every model and that this loop supports."""
 _ROW_SLOPE = {"cpu": 0.15}
 _GPU_SLOPE = 0.01
-MAX_GUESSES = 64
+MAX_DRAFT_TOKENS = 64
 """Most draft tokens of a pass. Rejected ones stay in the cache until it is cropped."""
 
 
@@ -78,12 +78,12 @@ def generate(
     ids = _unpadded(input_ids, model_kwargs.get("attention_mask"))
     past = model_kwargs.get("past_key_values")
     _check_cache(model, past, generation_config)
-    guesser = _Guesser(drafter, draft_tokens, prediction, model, ids[0].tolist())
+    drafting = _PlannedDrafter(drafter, draft_tokens, prediction, model, ids[0].tolist())
     loop = _Loop(model, past, logits_processor, stopping_criteria, generation_config, stream_to)
     try:
-        answer = loop.run(input_ids, ids, guesser)
+        answer = loop.run(input_ids, ids, drafting)
     finally:
-        guesser.close()
+        drafting.close()
     if not generation_config.return_dict_in_generate:
         return answer.ids
     from transformers.generation.utils import GenerateDecoderOnlyOutput
@@ -113,22 +113,22 @@ class _Loop:
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     @torch.no_grad()
-    def run(self, padded: Tensor, ids: Tensor, guesser: _Guesser) -> _Answer:
+    def run(self, padded: Tensor, ids: Tensor, drafting: _PlannedDrafter) -> _Answer:
         """padded: the prompt as given by the caller, which processors and criteria expect."""
-        answer = _Answer(padded, guesser.tokens)
+        answer = _Answer(padded, drafting.tokens)
         if self._streamer is not None:
             self._streamer.put(padded.cpu())
         logits = self._forward(ids[:, _length(self.past) :], 1)  # the prompt, without its cached part
         self._take(answer, logits, ())
         while not answer.done:
-            chain = guesser.chain()
+            chain = drafting.chain()
             rows = torch.tensor([[answer.tokens[-1], *chain]], device=ids.device)
             begun = time.perf_counter()
             logits = self._forward(rows, 1 + len(chain))
             accepted = self._take(answer, logits, chain)
             if accepted < len(chain):
                 self.past.crop(accepted - len(chain))  # a negative length removes that number of tokens
-            guesser.observe(chain, accepted, time.perf_counter() - begun)
+            drafting.observe(chain, accepted, time.perf_counter() - begun)
         if self._streamer is not None:
             self._streamer.end()
         return answer
@@ -165,7 +165,7 @@ class _Loop:
         return torch.multinomial(scores.softmax(dim=-1), num_samples=1).squeeze(1)
 
 
-class _Guesser:
+class _PlannedDrafter:
     """One drafter for one prompt. The planner cuts its drafts to the length that pays."""
 
     def __init__(
@@ -181,12 +181,12 @@ class _Guesser:
         if guessed and drafter == "ngram":
             drafter = "prediction"
         made = _made(drafter)
-        if draft_tokens is not None and not (isinstance(draft_tokens, int) and 0 <= draft_tokens <= MAX_GUESSES):
-            raise ConfigError(f"draft_tokens={draft_tokens!r}: must be 0 to {MAX_GUESSES}, or None")
+        if draft_tokens is not None and not (isinstance(draft_tokens, int) and 0 <= draft_tokens <= MAX_DRAFT_TOKENS):
+            raise ConfigError(f"draft_tokens={draft_tokens!r}: must be 0 to {MAX_DRAFT_TOKENS}, or None")
         params = SamplingParams(prediction=None)
         self._guard = DrafterGuard(made, int(model.get_output_embeddings().weight.shape[0]))
         self._request = DraftRequest(_ID, tokens, len(tokens), params, 0, tuple(guessed))
-        self._most = min(MAX_GUESSES, made.default_draft_tokens) if draft_tokens is None else draft_tokens
+        self._most = min(MAX_DRAFT_TOKENS, made.default_draft_tokens) if draft_tokens is None else draft_tokens
         self._planner = AdaptivePlanner(_ROW_SLOPE.get(model.device.type, _GPU_SLOPE))
         self._name = made.name
         self._round_s = 0.0
@@ -300,13 +300,13 @@ def _check_cache(model: PreTrainedModel, past: Any, config: GenerationConfig) ->
         raise InvalidRequest(f"{type(model).__name__}: has recurrent state, {remedy}")
     if past is not None and not isinstance(past, DynamicCache):
         raise InvalidRequest(f"a cache of the kind {type(past).__name__}: {remedy}; leave cache_implementation out")
-    longest = (config.max_length or 0) + MAX_GUESSES
+    longest = (config.max_length or 0) + MAX_DRAFT_TOKENS
     for layer in layers:
         window = getattr(layer, "sliding_window", None)
         if window is not None and longest > int(window):
             raise InvalidRequest(
                 f"{type(model).__name__}: attends to a window of {int(window)} tokens, and prompt and answer may have "
-                f"{longest - MAX_GUESSES}: {remedy}"
+                f"{longest - MAX_DRAFT_TOKENS}: {remedy}"
             )
 
 

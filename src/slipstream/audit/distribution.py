@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from slipstream.audit.report import Check, Finding, Outcome
-from slipstream.audit.stage import UNLIKELY, Bench, Mode, Setting, Stage, Tally
+from slipstream.audit.stage import UNLIKELY, AuditState, Mode, Setting, Stage, Tally
 from slipstream.core.draft import ROOT, Draft
 from slipstream.core.params import MAX_N, SamplingParams
 from slipstream.sampling.noise import gumbel, position_keys, stream_keys
@@ -108,10 +108,10 @@ class _Scene:
 class Rule(Stage):
     """Many steps with drafts of one shape."""
 
-    def __init__(self, bench: Bench, shape: str, temperature: float) -> None:
+    def __init__(self, state: AuditState, shape: str, temperature: float) -> None:
         self.title = f"rejection sampling, the rule on a {shape}"
         self.size = _BATCHES
-        self._bench, self._nodes, self._temperature = bench, SHAPES[shape], temperature
+        self._state, self._nodes, self._temperature = state, SHAPES[shape], temperature
         self._scene: _Scene | None = None
         self._first = self._second = torch.zeros(0)  # [V] and [V, V]: counts of emitted tokens
         self._drafted = self._accepted = 0
@@ -127,7 +127,7 @@ class Rule(Stage):
         fit = self._fit()
         chance = fit.p_value
         why = f"The emitted tokens do not have the target's distribution: p-value {chance:.1e}."
-        prompt = self._bench.prompts[0].id
+        prompt = self._state.prompts[0].id
         return Check(
             kind="distribution",
             title=self.title,
@@ -154,8 +154,8 @@ class Rule(Stage):
 
     def _possible(self) -> _Scene:
         """The target's probabilities after the first prompt, limited to the likeliest tokens."""
-        context = list(self._bench.prompts[0].token_ids)
-        fresh = self._bench.fresh
+        context = list(self._state.prompts[0].token_ids)
+        fresh = self._state.fresh
 
         def possible(tokens: list[int]) -> Tensor:
             logits = fresh.logits(tokens, [len(tokens) - 1])[0].double() / self._temperature  # [V]
@@ -202,15 +202,17 @@ _MOST = 32  # beginnings tested; each costs a pass
 class Drawn(Stage):
     """One drafter's answers by rejection sampling."""
 
-    def __init__(self, bench: Bench, greedy: Setting, mode: Mode, temperature: float, seed: int, samples: int) -> None:
+    def __init__(
+        self, state: AuditState, greedy: Setting, mode: Mode, temperature: float, seed: int, samples: int
+    ) -> None:
         self.title = f"rejection sampling · {mode.name}"
-        self._bench, self._greedy, self._mode = bench, greedy, mode
+        self._state, self._greedy, self._mode = state, greedy, mode
         speculation = replace(mode.speculation, verifier="rejection")
         self._params = SamplingParams(
             temperature=temperature, seed=seed, max_tokens=_POSITIONS, ignore_eos=True, speculation=speculation
         )
         # a request for more answers than run at once would have the waiting ones read the prompt again
-        self._together = min(bench.llm.engine.config.max_num_seqs, MAX_N)
+        self._together = min(state.llm.engine.config.max_num_seqs, MAX_N)
         self.size = -(-samples // self._together)
         self._samples = samples
         self._tally, self._failed = Tally(), False
@@ -218,22 +220,22 @@ class Drawn(Stage):
         self._prompt = ""
 
     def steps(self) -> Iterator[int]:
-        bench = self._bench
-        index = bench.most_drafted(self._mode)
-        prompt, answer = bench.prompts[index], bench.plain[self._greedy.name][index].token_ids
+        state = self._state
+        index = state.most_drafted(self._mode)
+        prompt, answer = state.prompts[index], state.plain[self._greedy.name][index].token_ids
         self._prompt = prompt.id
         context = [*prompt.token_ids, *answer[: len(answer) // 2]]
         answers: list[tuple[int, ...]] = []
         for number in range(self.size):
             count = min(self._together, self._samples - number * self._together)
             params = replace(self._params, seed=(self._params.seed or 0) + number, n=count)
-            bench.probe.tell(context, params.seed, answer[len(answer) // 2 :])
-            for given in bench.llm.generate([{"prompt_token_ids": context}], [params])[0].outputs:
+            state.probe.tell(context, params.seed, answer[len(answer) // 2 :])
+            for given in state.llm.generate([{"prompt_token_ids": context}], [params])[0].outputs:
                 self._tally.add(given)
                 self._failed |= given.error is not None
                 answers.append(tuple(given.token_ids))
             yield 1
-        self._fit.slack = bench.errors.get(self._mode.name, 0.0) / self._params.temperature
+        self._fit.slack = state.errors.get(self._mode.name, 0.0) / self._params.temperature
         self._test(context, answers)
 
     def check(self, *, complete: bool, seconds: float) -> Check:
@@ -263,7 +265,7 @@ class Drawn(Stage):
             if count < _FEWEST:
                 break
             tokens = [*context, *beginning]
-            logits = self._bench.fresh.logits(tokens, [len(tokens) - 1])[0].double()  # [V]
+            logits = self._state.fresh.logits(tokens, [len(tokens) - 1])[0].double()  # [V]
             next_tokens = [a[len(beginning)] for a in answers if a[: len(beginning)] == beginning]
             observed = torch.tensor(next_tokens).bincount(minlength=logits.shape[0])
             self._fit.add(observed, (logits / self._params.temperature).softmax(0))

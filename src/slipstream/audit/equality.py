@@ -16,7 +16,7 @@ from slipstream.audit.stage import (
     MAX_FINDINGS,
     Asked,
     AuditPrompt,
-    Bench,
+    AuditState,
     Mode,
     Setting,
     Source,
@@ -33,25 +33,25 @@ from slipstream.core.params import MAX_LOGPROBS
 class Reference(Stage):
     """The plain answers, one request at a time. The probe learns these answers."""
 
-    def __init__(self, bench: Bench, setting: Setting) -> None:
+    def __init__(self, state: AuditState, setting: Setting) -> None:
         self.title = f"{setting.name} · plain, alone (what the others are compared with)"
-        self.size = len(bench.prompts)
-        self._bench, self._setting = bench, setting
+        self.size = len(state.prompts)
+        self._state, self._setting = state, setting
 
     def steps(self) -> Iterator[int]:
-        bench, plain = self._bench, Mode()
+        state, plain = self._state, Mode()
         params = replace(self._setting.params, speculation=plain.speculation)
         found: list[CompletionOutput] = []
-        bench.probe.forget()
-        for asked in ask(bench.llm, bench.prompts, with_seeds(params, self.size), 1):
+        state.probe.forget()
+        for asked in ask(state.llm, state.prompts, with_seeds(params, self.size), 1):
             for one in asked:
-                prompt = bench.prompts[one.index]
+                prompt = state.prompts[one.index]
                 if one.answer.error is not None:
                     raise RequestError(f"prompt {prompt.id}: plain decoding failed: {one.answer.error}")
-                bench.probe.tell(prompt.token_ids, one.params.seed, one.answer.token_ids)
+                state.probe.tell(prompt.token_ids, one.params.seed, one.answer.token_ids)
                 found.append(one.answer)
             yield len(asked)
-        bench.plain[self._setting.name] = found
+        state.plain[self._setting.name] = found
 
     def check(self, *, complete: bool, seconds: float) -> Check | None:
         return None
@@ -60,21 +60,21 @@ class Reference(Stage):
 class Equality(Stage):
     """Compares one mode's answers with the plain ones."""
 
-    def __init__(self, bench: Bench, setting: Setting, mode: Mode, at_once: int) -> None:
-        self.title = f"{setting.name} · {mode.name}, {bench.company(at_once)}"
-        self.size = len(bench.prompts)
-        self._bench, self._setting, self._mode, self._at_once = bench, setting, mode, at_once
+    def __init__(self, state: AuditState, setting: Setting, mode: Mode, at_once: int) -> None:
+        self.title = f"{setting.name} · {mode.name}, {state.company(at_once)}"
+        self.size = len(state.prompts)
+        self._state, self._setting, self._mode, self._at_once = state, setting, mode, at_once
         self._tally = Tally()
         self._findings: list[Finding] = []
 
     def steps(self) -> Iterator[int]:
-        bench = self._bench
+        state = self._state
         params = replace(self._setting.params, speculation=self._mode.speculation)
-        plain = bench.plain[self._setting.name]
-        for asked in ask(bench.llm, bench.prompts, with_seeds(params, self.size), self._at_once):
+        plain = state.plain[self._setting.name]
+        for asked in ask(state.llm, state.prompts, with_seeds(params, self.size), self._at_once):
             for one in asked:
                 self._tally.add(one.answer)
-                bench.drafted.setdefault(self._mode.name, Counter())[one.index] += one.answer.speculation.drafted
+                state.drafted.setdefault(self._mode.name, Counter())[one.index] += one.answer.speculation.drafted
                 finding = self._compare(one, plain[one.index])
                 self._tally.same += finding is None
                 if finding is not None:
@@ -87,7 +87,7 @@ class Equality(Stage):
         return tally.check("equality", self, self._mode.drafter, tally.compared, tally.same, **more)
 
     def _compare(self, one: Asked, plain: CompletionOutput) -> Finding | None:
-        answer, prompt = one.answer, self._bench.prompts[one.index]
+        answer, prompt = one.answer, self._state.prompts[one.index]
         if answer.error is not None:
             return Finding(Outcome.BUG, prompt.id, f"The request failed: {answer.error}")
         at = parting(plain.token_ids, answer.token_ids)
@@ -107,22 +107,22 @@ class Equality(Stage):
 
     def _judge(self, one: Asked, plain: CompletionOutput, at: int) -> Finding:
         """Classify the first difference: a near-tie that rounding explains, or a bug."""
-        bench, prompt = self._bench, self._bench.prompts[one.index]
+        state, prompt = self._state, self._state.prompts[one.index]
         before = [*prompt.token_ids, *plain.token_ids[:at]]
-        logits = bench.fresh.logits(before, [len(before) - 1])[0]
+        logits = state.fresh.logits(before, [len(before) - 1])[0]
         expected, got = plain.token_ids[at], one.answer.token_ids[at]
         margin = Row.of(logits, one.params, len(before)).margin(expected, got)
-        allowed = 2 * bench.rounding.of_row(logits)
+        allowed = 2 * state.rounding.of_row(logits)
         explained = margin <= allowed
         return Finding(
             Outcome.NEAR_TIE if explained else Outcome.BUG,
             prompt.id,
-            f"The two tokens lie within rounding of each other in {bench.rounding.dtype}: either may come first."
+            f"The two tokens lie within rounding of each other in {state.rounding.dtype}: either may come first."
             if explained
-            else f"Rounding in {bench.rounding.dtype} cannot turn one token into the other here.",
+            else f"Rounding in {state.rounding.dtype} cannot turn one token into the other here.",
             at,
-            bench.token(expected),
-            bench.token(got),
+            state.token(expected),
+            state.token(got),
             margin,
             allowed,
         )
@@ -137,11 +137,13 @@ _STRAY_IN_16_BITS = 0.02
 class Cache(Stage):
     """Compares one mode's log probabilities with a source that has no history."""
 
-    def __init__(self, bench: Bench, setting: Setting, mode: Mode, source: Source, *, most: int | None = None) -> None:
-        self.title = f"cache against {source.name} · {mode.name}, {bench.company(bench.at_once)}"
-        self._prompts: Sequence[AuditPrompt] = bench.prompts[:most]
+    def __init__(
+        self, state: AuditState, setting: Setting, mode: Mode, source: Source, *, most: int | None = None
+    ) -> None:
+        self.title = f"cache against {source.name} · {mode.name}, {state.company(state.at_once)}"
+        self._prompts: Sequence[AuditPrompt] = state.prompts[:most]
         self.size = len(self._prompts)
-        self._bench, self._setting, self._mode, self._source = bench, setting, mode, source
+        self._state, self._setting, self._mode, self._source = state, setting, mode, source
         self._tally = Tally()
         self._failed: list[Finding] = []
         self._strays: list[Finding] = []
@@ -149,16 +151,16 @@ class Cache(Stage):
         self._worst = self._worst_part = 0.0
 
     def steps(self) -> Iterator[int]:
-        bench = self._bench
+        state = self._state
         asking = replace(self._setting.params, speculation=self._mode.speculation, logprobs=MAX_LOGPROBS)
-        for asked in ask(bench.llm, self._prompts, with_seeds(asking, self.size), bench.at_once):
+        for asked in ask(state.llm, self._prompts, with_seeds(asking, self.size), state.at_once):
             for one in asked:
                 self._tally.add(one.answer)
                 self._compare(one)
                 yield 1
 
     def check(self, *, complete: bool, seconds: float) -> Check:
-        tally, limit = self._tally, _MAY_STRAY.get(self._bench.rounding.dtype, _STRAY_IN_16_BITS)
+        tally, limit = self._tally, _MAY_STRAY.get(self._state.rounding.dtype, _STRAY_IN_16_BITS)
         strayed = tally.tokens - self._same
         return tally.check(
             "cache",
@@ -174,7 +176,7 @@ class Cache(Stage):
         )
 
     def _compare(self, one: Asked) -> None:
-        bench, answer, prompt = self._bench, one.answer, self._prompts[one.index]
+        state, answer, prompt = self._state, one.answer, self._prompts[one.index]
         if answer.error is not None or answer.logprobs is None:
             self._failed.append(Finding(Outcome.BUG, prompt.id, f"The request failed: {answer.error}"))
             return
@@ -187,13 +189,13 @@ class Cache(Stage):
         logits = self._source.logits(tokens[:-1], range(first, len(tokens) - 1))  # [N, V]
         right = logits.log_softmax(1)
         for at, reported in enumerate(answer.logprobs):
-            bound = max(bench.rounding.of_row(logits[at]), self._source.stray(logits[at]))
+            bound = max(state.rounding.of_row(logits[at]), self._source.stray(logits[at]))
             allowed = 2 * bound  # for the logit and for the normalizing sum
             error = max(abs(entry.logprob - float(right[at, token])) for token, entry in reported.items())
             self._worst, self._worst_part = max(self._worst, error), max(self._worst_part, error / allowed)
-            bench.errors[self._mode.name] = max(self._worst, bench.errors.get(self._mode.name, 0.0))
+            state.errors[self._mode.name] = max(self._worst, state.errors.get(self._mode.name, 0.0))
             self._same += error <= allowed
             if not error <= allowed and len(self._strays) < MAX_FINDINGS:
                 why = "The log probabilities over the continued cache are not those of a fresh pass."
-                token = bench.token(answer.token_ids[at])
+                token = state.token(answer.token_ids[at])
                 self._strays.append(Finding(Outcome.BUG, prompt.id, why, at, token, None, error, allowed))

@@ -11,7 +11,7 @@ from slipstream.audit.distribution import SHAPES, Drawn, Rule
 from slipstream.audit.equality import Cache, Equality, Reference
 from slipstream.audit.probe import PROBE, Probe
 from slipstream.audit.report import Audit, Check
-from slipstream.audit.stage import AuditPrompt, Bench, LeftOut, Mode, Setting, Stage, Transformers, fits_twice
+from slipstream.audit.stage import AuditPrompt, AuditState, LeftOut, Mode, Setting, Stage, Transformers, fits_twice
 from slipstream.core.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -71,9 +71,9 @@ def audit(
 ) -> Audit:
     """Run all stages. `llm` must have the drafters of `config` and this probe. Ctrl-C and errors end it early."""
     progress = progress or Progress()
-    bench = Bench(llm, prompts, min(config.at_once, len(prompts)), probe)
+    state = AuditState(llm, prompts, min(config.at_once, len(prompts)), probe)
     notes: list[str] = []
-    stages = list(plan(bench, config))
+    stages = list(plan(state, config))
     checks: list[Check] = []
     stopped: BaseException | None = None
     for number, stage in enumerate(stages, 1):
@@ -96,30 +96,30 @@ def audit(
             break
     interrupted = isinstance(stopped, KeyboardInterrupt)
     broken = stopped is not None and not interrupted
-    return Audit(tuple(checks), config.drafters, bench.rounding.why, tuple(notes), interrupted, broken)
+    return Audit(tuple(checks), config.drafters, state.rounding.why, tuple(notes), interrupted, broken)
 
 
-def plan(bench: Bench, config: AuditConfig) -> Iterator[Stage]:
+def plan(state: AuditState, config: AuditConfig) -> Iterator[Stage]:
     """The stages in order, left-out ones included."""
     if not config.drafters:
         yield LeftOut("drafters", "none was named (--drafter)", declined=True)
-    if bench.at_once == 1:
+    if state.at_once == 1:
         alone = config.at_once == 1
         why = "left out (--concurrency 1)" if alone else "there was one prompt only; give more (--limit, --prompts)"
         yield LeftOut("answers in a batch", why, declined=alone)
     modes = [Mode(drafter, config.draft_tokens) for drafter in config.drafters] + [Mode(PROBE)]
     greedy = config.settings[0]
     for setting in config.settings:
-        yield Reference(bench, setting)
-        if bench.at_once > 1:
-            yield Equality(bench, setting, Mode(), bench.at_once)
+        yield Reference(state, setting)
+        if state.at_once > 1:
+            yield Equality(state, setting, Mode(), state.at_once)
         for mode in modes:
-            for at_once in dict.fromkeys((1, bench.at_once)):
-                yield Equality(bench, setting, mode, at_once)
+            for at_once in dict.fromkeys((1, state.at_once)):
+                yield Equality(state, setting, mode, at_once)
         if setting is greedy:
             for mode in modes:
-                yield Cache(bench, greedy, mode, bench.fresh)
-            yield _against_transformers(bench, greedy, modes[0], config)
+                yield Cache(state, greedy, mode, state.fresh)
+            yield _against_transformers(state, greedy, modes[0], config)
     sampled = next((setting.params for setting in config.settings if not setting.params.greedy), None)
     if sampled is None:
         yield LeftOut("sampled answers", "left out (--temperature 0)", declined=True)
@@ -127,16 +127,16 @@ def plan(bench: Bench, config: AuditConfig) -> Iterator[Stage]:
         yield LeftOut("rejection sampling", "left out (--samples 0)", declined=True)
     else:
         for shape in SHAPES:
-            yield Rule(bench, shape, sampled.temperature)
+            yield Rule(state, shape, sampled.temperature)
         for mode in modes:
-            yield Drawn(bench, greedy, mode, sampled.temperature, sampled.seed or 0, config.samples)
+            yield Drawn(state, greedy, mode, sampled.temperature, sampled.seed or 0, config.samples)
 
 
-def _against_transformers(bench: Bench, greedy: Setting, mode: Mode, config: AuditConfig) -> Stage:
+def _against_transformers(state: AuditState, greedy: Setting, mode: Mode, config: AuditConfig) -> Stage:
     title = "cache against transformers"
     if not config.transformers:
         return LeftOut(title, "left out (--no-transformers)", declined=True)
-    if not fits_twice(bench.llm):
+    if not fits_twice(state.llm):
         why = "no memory for a second copy of the weights; --no-transformers does without"
         return LeftOut(title, why, declined=False)
-    return Cache(bench, greedy, mode, Transformers(bench.llm, config.trust_remote_code), most=TRANSFORMERS_PROMPTS)
+    return Cache(state, greedy, mode, Transformers(state.llm, config.trust_remote_code), most=TRANSFORMERS_PROMPTS)

@@ -47,7 +47,7 @@ class Setting:
 
 
 @dataclass(slots=True)
-class Bench:
+class AuditState:
     """Shared state of the stages: the engine, the prompts, and the plain answers so far."""
 
     llm: LLM

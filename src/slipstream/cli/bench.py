@@ -21,7 +21,7 @@ from slipstream.bench.load import STREAMS, VOCAB, beside_long_prompts, library
 from slipstream.bench.prompts import BenchPrompt, load_prompts, select
 from slipstream.bench.traffic import Outcome, Targets
 from slipstream.cli.loading import loaded, use_threads
-from slipstream.cli.measuring import BreakingOff, busy_warning, counting_bar, hardware, load_before, versions
+from slipstream.cli.measuring import StopOnInterrupt, busy_warning, counting_bar, hardware, load_before, versions
 from slipstream.cli.options import OF_REQUESTS, Common, check_written, differing, whole_numbers, with_options
 from slipstream.cli.show import note
 from slipstream.core.errors import ConfigError
@@ -169,12 +169,12 @@ def bench(
             other = stack.enter_context(baseline.TransformersPeer(same))
             runners, eos = [*runners, other], other.eos_token_ids
         modes = [runner.name for runner in runners]
-        breaking = BreakingOff(lambda: any(cell.comparable(len(modes)) for cell in cells))
-        with breaking:
+        stopping = StopOnInterrupt(lambda: any(cell.comparable(len(modes)) for cell in cells))
+        with stopping:
             measure_into(cells, runners, own.repeats)
         prefill = None
-        if not breaking.happened:
-            with breaking:
+        if not stopping.happened:
+            with stopping:
                 reading = [runner for runner in runners if runner.name in (run.PLAIN, baseline.NAME)]
                 prefill = run.measure_prefill(run.long_prompt(llm), reading)
                 if own.startup:
@@ -193,7 +193,7 @@ def bench(
     result |= {
         "prompts": len({prompt for summary in summaries for prompt in summary.prompts}),
         "skipped_prompts": max(cell.work.skipped for cell in cells),
-        "interrupted": breaking.happened,
+        "interrupted": stopping.happened,
         "modes": modes,
         "cells": [report.summary_json(summary) for summary in summaries],
         "prefill": None if prefill is None else prefill.to_json(),
@@ -205,7 +205,7 @@ def bench(
     for line in closing_lines(summaries, prefill, used, result):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     write_json(own.json_file, result, samples=report.samples_json(cells, len(modes)))
-    if breaking.happened:
+    if stopping.happened:
         made, whole = sum(len(cell.samples) for cell in cells), sum(len(cell.work.units) for cell in cells)
         compared = sum(
             row.prompts for one in summaries for row in one.rows if (row.category, row.mode) == (report.ALL, run.PLAIN)

@@ -63,7 +63,7 @@ def counting_bar(*, auto_refresh: bool = True) -> Progress:
     return Progress(*columns, console=console, transient=True, disable=hidden, auto_refresh=auto_refresh)
 
 
-class BreakingOff:
+class StopOnInterrupt:
     """A context in which the first Ctrl-C ends only the block, if there are results to show; the second one raises.
 
     It may be entered again for the work that follows.

@@ -15,7 +15,7 @@ from rich.table import Table
 from slipstream.bench import run, tune
 from slipstream.bench.prompts import load_prompts, select
 from slipstream.cli.loading import loaded
-from slipstream.cli.measuring import BreakingOff, busy_warning, load_before
+from slipstream.cli.measuring import StopOnInterrupt, busy_warning, load_before
 from slipstream.cli.options import Common, check_written, whole_numbers, with_options
 from slipstream.cli.show import note
 from slipstream.core.errors import ConfigError
@@ -77,8 +77,8 @@ def tune_command(
         run.warm_up(work.units[0], [one.runner for one in options])
         ids, each = [unit.token_ids[0] for unit in work.units], [unit.params[0] for unit in work.units]
         rows: list[tune.Tuned] = []
-        breaking = BreakingOff(lambda: rows)
-        with breaking:
+        stopping = StopOnInterrupt(lambda: rows)
+        with stopping:
             for found in tune.measure(options, ids, each, levels, repeats=own.repeats, on_step=_noting_levels()):
                 rows += found
         remarks = llm.remarks
@@ -104,7 +104,7 @@ def tune_command(
         own.plot.write_text(drawn(rows), encoding="utf-8")
     report = {**result, "seed": params.seed, "remarks": list(remarks), "rows": [asdict(row) for row in rows]}
     print(json.dumps(report, ensure_ascii=False), flush=True)
-    if breaking.happened:
+    if stopping.happened:
         raise typer.Exit(130)
 
 
