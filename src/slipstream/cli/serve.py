@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,18 +19,19 @@ from slipstream.bench.tune import read_engine
 from slipstream.cli.flags import naming_flags
 from slipstream.cli.help import Command
 from slipstream.cli.loading import hosted
-from slipstream.cli.options import MODEL, OF_REQUESTS, OF_SAMPLING, SPECULATION, Common, Given, option, with_options
+from slipstream.cli.options import OF_REQUESTS, OF_SAMPLING, Common, Given, option, with_options
 from slipstream.cli.show import note
 from slipstream.constrain.limits import CompileLimits
 from slipstream.core.errors import ConfigError, InvalidRequest, install, read_named
+from slipstream.core.settings import setting
 from slipstream.core.vllm_names import from_vllm, from_vllm_flags
 from slipstream.drafters.opening import naming
 from slipstream.serve.config import ApiKey, Limits, ServeConfig
 
 SERVER = "Server"
-LIMITS = "Limits"
 KEY_VARIABLE = "SLIPSTREAM_API_KEY"
 VLLM_KEY_VARIABLE = "VLLM_API_KEY"
+_TRIAL_S = CompileLimits().trial_s
 _WITHOUT_PREDICTION = (
     'a request brings its own ("prediction": {"type": "content", "content": …}), which is used beside any drafter; '
     "leave it out, or name another drafter, such as auto"
@@ -48,6 +49,28 @@ class ServeCommand(Command):
         return super().parse_args(ctx, from_vllm_flags(args, _tell))
 
 
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """The options of `slipstream serve` that are no settings of `ServeConfig`.
+
+    allowed_origins: Origins of web pages whose scripts may send requests (CORS), as a JSON list:
+        '["https://chat.example.com"]', or '["*"]' for any page. Default: none.
+    speculative_config: vLLM's way to name a drafter, in the place of --drafter: '{"method": "ngram",
+        "num_speculative_tokens": 5}'.
+    config: Model, drafter, draft tokens and least gain as `slipstream tune --config FILE` wrote them; options win over
+        it.
+    compile_trial: CPU seconds that the form of an answer (schema, grammar, pattern) may take to compile with a sample
+        of the vocabulary; the whole vocabulary takes about twenty times as long. Slower forms are refused.
+    chat_template: A Jinja template for conversations in the place of the model's own.
+    """
+
+    allowed_origins: str = setting(str, "[]", metavar="JSON", panel="server")
+    speculative_config: str | None = setting(str, None, metavar="JSON", panel="speculation")
+    config: Path | None = setting(Path, None, metavar="FILE", panel="model")
+    compile_trial: float = setting(float, _TRIAL_S, metavar="SECONDS", panel="limits")
+    chat_template: Path | None = setting(Path, None, metavar="FILE", panel="server")
+
+
 @functools.partial(
     with_options,
     hidden=OF_REQUESTS,
@@ -58,6 +81,7 @@ def serve(
     common: Common,
     server: Annotated[Given, ServeConfig],
     limits: Annotated[Given, Limits],
+    own: ServeOptions,
     named: Annotated[
         str | None, typer.Argument(metavar="MODEL", help="As --model, which may be left out then.", show_default=False)
     ] = None,
@@ -71,48 +95,6 @@ def serve(
             f"Default: the variable {VLLM_KEY_VARIABLE}.",
         ),
     ] = None,
-    allowed_origins: Annotated[
-        str,
-        option(
-            metavar="JSON",
-            panel=SERVER,
-            help="Origins of web pages whose scripts may send requests (CORS), as a JSON list: "
-            "'[\"https://chat.example.com\"]', or '[\"*\"]' for any page. Default: none.",
-        ),
-    ] = "[]",
-    speculative_config: Annotated[
-        str | None,
-        option(
-            metavar="JSON",
-            panel=SPECULATION,
-            help='vLLM\'s way to name a drafter, in the place of --drafter: \'{"method": "ngram", '
-            '"num_speculative_tokens": 5}\'.',
-        ),
-    ] = None,
-    config: Annotated[
-        Path | None,
-        option(
-            metavar="FILE",
-            panel=MODEL,
-            help="Model, drafter, draft tokens and least gain as `slipstream tune --config FILE` wrote them; options "
-            "win over it.",
-        ),
-    ] = None,
-    compile_trial: Annotated[
-        float,
-        option(
-            metavar="SECONDS",
-            panel=LIMITS,
-            help="CPU seconds that the form of an answer (schema, grammar, pattern) may take to compile with a sample "
-            "of the vocabulary; the whole vocabulary takes about twenty times as long. Slower forms are refused.",
-        ),
-    ] = CompileLimits().trial_s,
-    chat_template: Annotated[
-        Path | None,
-        option(
-            metavar="FILE", panel=SERVER, help="A Jinja template for conversations in the place of the model's own."
-        ),
-    ] = None,
 ) -> None:
     """Serve a model over HTTP, with OpenAI's interface.
 
@@ -121,18 +103,18 @@ def serve(
     one line that names ours.
     """
     _refuse_sampling(common)
-    if config is not None:
-        common = _with_config(common, config)
-    if speculative_config is not None:
-        common = _with_speculative_config(common, speculative_config)
-    template = None if chat_template is None else read_named(chat_template, "--chat-template")
+    if own.config is not None:
+        common = _with_config(common, own.config)
+    if own.speculative_config is not None:
+        common = _with_speculative_config(common, own.speculative_config)
+    template = None if own.chat_template is None else read_named(own.chat_template, "--chat-template")
     with naming_flags(ServeConfig, Limits, trial_s="--compile-trial"):
         settings = ServeConfig(
             **{"models": (common.model,), **server},
             keys=_keys(api_key or ()),
-            allowed_origins=_origins(allowed_origins),
+            allowed_origins=_origins(own.allowed_origins),
             limits=Limits(**limits),
-            compiling=CompileLimits(trial_s=compile_trial),
+            compiling=CompileLimits(trial_s=own.compile_trial),
         )
     try:
         import fastapi  # noqa: F401
