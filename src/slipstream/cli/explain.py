@@ -162,7 +162,7 @@ def pass_table(costs: MeasuredCosts) -> Table:
 
 
 def spread_lines(costs: MeasuredCosts) -> list[str]:
-    """How far repeated timings differed."""
+    """The spread of repeated timings, as lines of text."""
     found = [f"The same pass, timed three times, took up to {costs.spread:.2f} times as long."]
     return found if costs.is_steady else [*found, "The machine is busy: these figures are rough, and not kept."]
 
@@ -195,7 +195,7 @@ def choice_table(choices: Sequence[Choice]) -> Table:
 
 
 def in_words(choices: Sequence[Choice]) -> list[str]:
-    """By load, the share of right guesses from which drafts pay, or why they never do."""
+    """For each batch size, the share of right guesses from which drafts pay, or why they never pay."""
     found = []
     for requests in dict.fromkeys(choice.requests for choice in choices):
         mine = [choice for choice in choices if choice.requests == requests]
@@ -216,12 +216,12 @@ def _several(unit: str, size: int) -> str:
 
 
 def _from(least: Choice, lowest: Choice) -> str:
-    """The lowest share that was tried may be more than needed."""
+    """The share as text. The lowest one tried may be higher than needed."""
     return (
         f"already at {least.alpha:.0%} right guesses" if least is lowest else f"from {least.alpha:.0%} right guesses on"
     )
 
 
 def _guesses(choice: Choice) -> str:
-    """Guesses of a request, in the mean."""
+    """The mean number of guesses of a request, as text."""
     return "1 guess" if choice.nodes == 1 else f"{choice.nodes:.3g} guesses"

@@ -97,7 +97,7 @@ def plain_line(message: str) -> None:
 
 
 def line_of_long_steps(message: str) -> None:
-    """Print messages about steps that are done once on a machine and may take a minute; others are quick."""
+    """Print messages about steps that run once on a machine and may take a minute; skip those about quick steps."""
     if "(once" in message or message.startswith("warming up"):
         plain_line(message)
 
@@ -111,7 +111,7 @@ def loaded(common: Common, drafters: Sequence[Named], **more: Any) -> Iterator[L
 
 @contextmanager
 def hosted(common: Common, drafters: Sequence[Named], **more: Any) -> Iterator[EngineProcess]:
-    """A server's engine, closed at the end. A line says that it loads, since a silent log looks like a failure."""
+    """A server's engine, closed at the end. One line reports the loading, since a silent log looks like a failure."""
     if not Console(stderr=True).is_terminal:
         plain_line(f"loading {common.model}")
     with _shown(common, drafters, open_process, more, notes=True) as host:

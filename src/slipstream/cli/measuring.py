@@ -1,4 +1,4 @@
-"""Shared by the commands that measure: what a report says of the machine, a progress bar, and an end by Ctrl-C."""
+"""Shared by the commands that measure: the machine's part of a report, a progress bar, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def hardware() -> dict[str, Any]:
 
 
 def load_before() -> dict[str, Any]:
-    """The machine's load from other programs. Call it before any work of ours begins."""
+    """The load of the machine by other programs. Call it before the measurement starts."""
     load = memory.load_average()
     return {"load_before": load, "busy": memory.busy(load, os.cpu_count() or 1)}
 

@@ -2,7 +2,7 @@
 
 A setting that is declared once (`core/settings.py`) is an option by that declaration: those of `EngineConfig` and of
 `SamplingParams` are shared by generate, chat, serve, bench, audit, tune and explain, together with the fields of
-`Common`. `with_options` puts them in the place of one parameter of a command.
+`Common`; a command declares the others. `with_options` makes options of the parameters that have such a type.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _OF_RECIPES = ("data", "training", "reports")  # whose defaults depend on the re
 OF_SAMPLING = tuple(name for name, one in settings_of(SamplingParams).items() if one.metavar)
 """The settings of `SamplingParams` that are options."""
 OF_REQUESTS = (*OF_SAMPLING, "verifier")
-"""The options that say what is asked, not how the engine runs."""
+"""The options that belong to a request, not to the engine."""
 _OF_SERVERS = ("max_num_seqs", "max_num_batched_tokens")
 """Settings of `EngineConfig` that are options of `serve` alone."""
 _MORE_HELP = {
@@ -64,7 +64,7 @@ _MORE_HELP = {
     "output shows.",
     "max_tokens": "Default: 256 (generate), 512 (chat), 128 (bench), 64 (audit and tune).",
 }
-"""What the help of an option says beside that of its setting."""
+"""Sentences that the help of an option adds to that of its setting."""
 DEFAULT_DRAFTER = AUTO_DRAFTERS
 WITHOUT_PREDICTION = (
     "there is no prediction to follow; give `generate` one with --prediction FILE, or name another drafter, such as "

@@ -109,7 +109,7 @@ def _declined(stats: SpeculationStats) -> dict[str, int]:
 
 
 def undrafted(stats: SpeculationStats) -> str:
-    """Says that nothing was drafted and why, so that it is not taken for a failure."""
+    """Why nothing was drafted, so that it is not mistaken for a failure."""
     declined = _declined(stats)
     if not declined:
         return "nothing drafted" + (f": {stats.why.removeprefix('off: ')}" if stats.plan else "")
@@ -121,7 +121,7 @@ def undrafted(stats: SpeculationStats) -> str:
 
 
 def rate_line(tokens: int, rate: float, stats: SpeculationStats) -> str:
-    """Tokens, rate, and what speculation did, as one line.
+    """Tokens, rate, and the counts of speculation, as one line.
 
     Tokens per round (tau) come first: in a tree most guesses must fail, since branches exclude each other.
     """

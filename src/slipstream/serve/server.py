@@ -33,7 +33,7 @@ _BACKLOG = 2048
 _PARTING_S = 2.0
 """Time for clients to read the end of their answers when the server ends."""
 _QUIET, _AGAIN = 5, 600
-"""Garbage is collected after this many ticks without a request, and again after this many more."""
+"""Ticks without a request after which garbage is collected, and ticks between later collections."""
 _LOOK_S = 0.02
 _TICKS_S = 10
 """Calls of `on_tick` a second. A hang is counted in ticks, so that a pause of the whole machine is none."""
@@ -46,7 +46,7 @@ _PROBED = frozenset({"/health", "/ping"})
 _MOST = 1 << 20
 """Descriptors to ask for at most: some systems name no limit."""
 _AFTER_S = 10.0
-"""How long a refused connection shows in the health, and the pause between log lines about them."""
+"""Time for which a refused connection shows in the health, and between log lines about refusals."""
 
 
 class HttpServer(uvicorn.Server):
@@ -114,7 +114,7 @@ class HttpServer(uvicorn.Server):
         self._keys_changed = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second: look after the engine; True: it is time to end."""
+        """Ten times a second: check the engine, the drain and the keys. Returns True when the server must end."""
         drain, inside = self.service.drain, self.service.admission.inside
         self.server_state.check()
         pulse = self._llm.pulse()

@@ -253,7 +253,7 @@ class Service:
             )
 
     def _check_room(self, asked: CompletionRequest | ChatRequest, prompt: int) -> None:
-        """Refuse an answer longer than its room. A request without a length has all the room."""
+        """Refuse a requested length that does not fit behind the prompt; without one the context is the limit."""
         for name in ("max_tokens", "max_completion_tokens"):
             wanted = getattr(asked, name, None) if name in asked.model_fields_set else None
             room = self.llm.max_model_len - prompt

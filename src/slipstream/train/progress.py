@@ -20,7 +20,7 @@ _EVERY_S = 10.0
 
 @contextmanager
 def under_way(say: Progress, what: str) -> Iterator[None]:
-    """Say what begins, and at its end how long it took."""
+    """Report the begin of a step, and at its end its duration."""
     begun = time.perf_counter()
     say(f"{what} ...")
     yield
@@ -29,7 +29,7 @@ def under_way(say: Progress, what: str) -> Iterator[None]:
 
 @contextmanager
 def watched(say: Progress, tell: Callable[[], str], every_s: float = _EVERY_S) -> Iterator[None]:
-    """Say every `every_s` seconds how far silent work is.
+    """Report the progress of silent work every `every_s` seconds.
 
     tell: returns the line to say, or "" for none. It runs on another thread.
     """

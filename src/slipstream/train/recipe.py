@@ -73,7 +73,7 @@ class ConfigShape:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a recipe is built for."""
+    """The run, the target and the token counts that a recipe is built for."""
 
     config: TrainConfig
     teacher: Teacher
