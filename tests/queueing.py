@@ -12,9 +12,9 @@ from torch import Tensor
 from slipstream import RequestOutput, SamplingParams, SpeculationParams
 from slipstream.core.draft import Draft, Tree
 from slipstream.drafters.base import DeviceDrafter, DraftRequest, DraftRound, HostDrafter, Needs
-from slipstream.engine.queued import QueuedEngine
+from slipstream.engine.flight import Flight
+from slipstream.engine.queued import QueuedBackend
 from slipstream.engine.state import Job
-from slipstream.engine.tickets import Ticket
 from slipstream.kernels.gpu.rows import RECENT
 from stepping import Stepper
 
@@ -28,12 +28,12 @@ class Queue(Stepper):
 
     def __init__(self, model: Path, drafter: Any, **config: Any) -> None:
         super().__init__(model, drafter, rounds="queued", **config)
-        assert isinstance(self.engine, QueuedEngine)
-        self.queued = self.engine
+        assert isinstance(self.engine.backend, QueuedBackend)
+        self.queued = self.engine.backend
 
     @property
-    def tickets(self) -> list[Ticket]:
-        return list(self.queued._tickets)
+    def flights(self) -> list[Flight]:
+        return list(self.engine._flights)
 
     def add(self, prompt: Sequence[int], params: SamplingParams, **options: Any) -> tuple[Job, list[RequestOutput]]:
         heard: list[RequestOutput] = []

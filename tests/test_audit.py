@@ -25,7 +25,7 @@ from slipstream.audit.stage import AuditPrompt
 from slipstream.cli.main import main
 from slipstream.core.draft import Draft
 from slipstream.core.verdict import Verdicts
-from slipstream.engine import engine as engine_module
+from slipstream.engine import eager
 from slipstream.kv.cache import Moves, compaction
 from slipstream.sampling.choose import choose
 from slipstream.verify import rejection
@@ -133,7 +133,7 @@ def one_too_many(draft: Draft, choices: Tensor) -> Verdicts:
 
 
 def test_a_verifier_that_accepts_too_much_is_a_bug(audited: Audited, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "verify_exact", one_too_many)
+    monkeypatch.setattr(eager, "verify_exact", one_too_many)
     result = audited.audit()
     assert not result.passed()
     assert result.verdict.startswith("NOT lossless")
@@ -157,7 +157,7 @@ def test_a_cache_that_is_not_compacted_is_a_bug(audited: Audited, monkeypatch: p
         moves = compaction(*given)
         return Moves(moves.src, moves.src)
 
-    monkeypatch.setattr(engine_module, "compaction", stay)
+    monkeypatch.setattr(eager, "compaction", stay)
     result = audited.audit()
     assert outcomes(result, "cache", PROBE) == {Outcome.BUG}
     check = next(c for c in result.checks if c.kind == "cache" and c.drafter == PROBE)
@@ -192,7 +192,7 @@ def twins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Audited]:
 
 def test_noise_as_small_as_rounding_is_a_near_tie(twins: Audited, monkeypatch: pytest.MonkeyPatch) -> None:
     assert twins.audit().passed(strict=True)
-    monkeypatch.setattr(engine_module, "choose", noisy(3e-6))
+    monkeypatch.setattr(eager, "choose", noisy(3e-6))
     result = twins.audit()
     assert outcomes(result, "equality", PROBE) == {Outcome.NEAR_TIE}
     assert len(result.near_ties) > 3
@@ -208,7 +208,7 @@ def test_noise_as_small_as_rounding_is_a_near_tie(twins: Audited, monkeypatch: p
 
 def test_many_near_ties_are_no_bug(twins: Audited, monkeypatch: pytest.MonkeyPatch) -> None:
     twins.audit()
-    monkeypatch.setattr(engine_module, "choose", noisy(3e-6))
+    monkeypatch.setattr(eager, "choose", noisy(3e-6))
     monkeypatch.setattr(equality, "MAX_FINDINGS", 1)
     result = twins.audit()
     assert max(len(check.findings) for check in result.checks) > 1
@@ -216,7 +216,7 @@ def test_many_near_ties_are_no_bug(twins: Audited, monkeypatch: pytest.MonkeyPat
 
 
 def test_larger_noise_is_a_bug(audited: Audited, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "choose", noisy(3.0))
+    monkeypatch.setattr(eager, "choose", noisy(3.0))
     assert audited.audit().bugs
 
 
@@ -257,7 +257,7 @@ def test_a_request_that_fails_is_a_bug(audited: Audited, monkeypatch: pytest.Mon
             raise RuntimeError("lost")
         return verify_exact(draft, choices)
 
-    monkeypatch.setattr(engine_module, "verify_exact", fail)
+    monkeypatch.setattr(eager, "verify_exact", fail)
     result = audited.audit()
     assert any("The request failed: the engine failed: RuntimeError: lost" in f.why for f in result.bugs)
 
@@ -293,7 +293,7 @@ ABOUT = {"model": "tiny", "command": ["slipstream", "audit"], "versions": {"torc
 
 
 def test_the_reports_say_the_same(audited: Audited, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "verify_exact", one_too_many)
+    monkeypatch.setattr(eager, "verify_exact", one_too_many)
     result = audited.audit()
     told = json.loads(json.dumps(report.to_json(result, ABOUT)))
     text = report.to_markdown(result, ABOUT)
@@ -375,7 +375,7 @@ def test_an_engine_that_believes_drafts_is_a_bug(rejecting: Audited, monkeypatch
             found[:, 0] = torch.where(draft.counts > 0, draft.tokens[:, 0], found[:, 0])
         return found
 
-    monkeypatch.setattr(engine_module, "mixed_choices", believing)
+    monkeypatch.setattr(eager, "mixed_choices", believing)
     result = rejecting.audit(SAMPLED, prompts=2)
     assert by_title(result)[DRAWN[1]] is Outcome.BUG
     assert "do not have the model's distribution" in result.bugs[0].why
@@ -462,7 +462,7 @@ def test_a_lossless_engine_exits_0_and_writes_both_reports(run: Run, tmp_path: P
 
 
 def test_a_bug_exits_1(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "verify_exact", one_too_many)
+    monkeypatch.setattr(eager, "verify_exact", one_too_many)
     done = run("--markdown", str(tmp_path / "x.md"), "--json", str(tmp_path / "x.json"), "--drafter", "none")
     assert done.code == 1
     assert "NOT lossless" in done.out

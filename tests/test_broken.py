@@ -16,7 +16,7 @@ from scripted import Answers, Bushy, BushyWrong, Right, RightThenWrong
 from slipstream import LLM, CompletionOutput, SamplingParams
 from slipstream.core.draft import Draft
 from slipstream.core.verdict import Verdicts
-from slipstream.engine import engine
+from slipstream.engine import eager
 from slipstream.engine.packing import PackedPass, pack
 from slipstream.kv.cache import Moves, compaction
 from slipstream.verify.exact import verify_exact
@@ -55,7 +55,7 @@ def bench(tiny_target: Path) -> Iterator[Bench]:
 def mistaken_verdicts(change: Callable[[Draft, Tensor, Verdicts], Verdicts]) -> Patch:
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(
-            engine, "verify_exact", lambda draft, choices: change(draft, choices, verify_exact(draft, choices))
+            eager, "verify_exact", lambda draft, choices: change(draft, choices, verify_exact(draft, choices))
         )
 
     return patch
@@ -65,7 +65,7 @@ def mistaken_pass(change: Callable[[PackedPass, int], PackedPass]) -> Patch:
     def patched(decodes: Any, chunks: Any, draft: Draft, *, paths: bool) -> PackedPass:
         return change(pack(decodes, chunks, draft, paths=paths), len(decodes))
 
-    return lambda monkeypatch: monkeypatch.setattr(engine, "pack", patched)
+    return lambda monkeypatch: monkeypatch.setattr(eager, "pack", patched)
 
 
 def one_too_many(draft: Draft, choices: Tensor, verdicts: Verdicts) -> Verdicts:
@@ -107,7 +107,7 @@ def no_moves(monkeypatch: pytest.MonkeyPatch) -> None:
         moves = compaction(slot_of_row, path, accepted)
         return Moves(moves.src, moves.src)
 
-    monkeypatch.setattr(engine, "compaction", stay)
+    monkeypatch.setattr(eager, "compaction", stay)
 
 
 def noise_by_node(packed: PackedPass, decodes: int) -> PackedPass:

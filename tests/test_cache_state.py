@@ -17,7 +17,7 @@ from slipstream import SamplingParams, SpeculationParams
 from slipstream.core.draft import ROOT, Tree
 from slipstream.core.verdict import Verdict
 from slipstream.drafters.base import DraftRequest, HostDrafter
-from slipstream.engine import engine as engine_module
+from slipstream.engine import eager
 from slipstream.kv.cache import Moves, compaction
 from stepping import Arrival, Stepper, cache_error
 
@@ -137,6 +137,6 @@ def test_a_cache_that_is_not_compacted_is_found_out(bench: Bench, monkeypatch: p
         moves = compaction(*given)  # type: ignore[arg-type]
         return Moves(moves.src, moves.src)
 
-    monkeypatch.setattr(engine_module, "compaction", stay)
+    monkeypatch.setattr(eager, "compaction", stay)
     worst, _ = drive(bench, busy_day()[:2], seed=3)
     assert worst > 100 * CLOSE

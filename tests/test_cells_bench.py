@@ -245,7 +245,9 @@ def test_prompts_are_read_for_all_drafters(tiny_target: Path, monkeypatch: pytes
         bench, prompt = cells_ours.Bench(llm, f"auto+{spec}"), [5, 6, 7] * 20
         bench.read([prompt])
         known = []
-        monkeypatch.setattr(type(llm.engine.followers), "_resume", lambda _, answer, name, count: known.append(count))
+        monkeypatch.setattr(
+            type(llm.engine.backend.followers), "_resume", lambda _, answer, name, count: known.append(count)
+        )
         bench.read([prompt])
         assert known == [48], "all whole pages but that of the last token"
 

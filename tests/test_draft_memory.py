@@ -13,9 +13,9 @@ from slipstream import LLM, SamplingParams
 from slipstream.core.draft import Tree
 from slipstream.core.errors import CapacityError, ConfigError
 from slipstream.drafters.base import DraftRequest, HostDrafter
+from slipstream.engine.caps import SHORT, DraftRoom
 from slipstream.engine.config import EngineConfig, parse_share
 from slipstream.engine.reasons import copied_from, plan_of
-from slipstream.engine.room import SHORT, DraftRoom
 from slipstream.engine.state import Answer, Copied
 from slipstream.plan.planner import Planner
 from slipstream.plan.types import Decision
@@ -121,11 +121,11 @@ def test_room() -> None:
     left = [8]
     room = DraftRoom(lambda answer, nodes: min(nodes, left[0]))
     answer = fake()
-    assert (room.nodes(answer, 2, 9), room.nobody, room.is_short(answer)) == (6, False, False)
+    assert (room.nodes(answer, 2, 9), room.is_full, room.is_short(answer)) == (6, False, False)
     left[0] = 0
     assert (room.nodes(answer, 0, 4), room.refused) == (0, 1)
     assert room.is_short(answer)
-    assert room.nobody
+    assert room.is_full
     assert plan_of(answer, Told("suffix 8: 1.50x expected"), room, str) == {"suffix": SHORT}
     room.forget(answer)
     assert not room.is_short(answer)

@@ -25,7 +25,7 @@ from slipstream.drafters import parse_spec
 from slipstream.drafters.base import DraftRequest
 from slipstream.drafters.eagle import EagleDrafter, EagleOptions, parse_options
 from slipstream.engine import draft_loops
-from slipstream.engine.queued import QueuedEngine
+from slipstream.engine.queued import QueuedBackend
 from slipstream.kernels.gpu.grow_tree import Growth, Level
 from slipstream.kernels.gpu.layout import RowLayout
 from slipstream.kernels.gpu.rows import LaneState, LastRows, last_rows
@@ -64,10 +64,10 @@ def test_what_is_read_in_static_tensors_is_read_alike(
     for captures in (False, True):
         llm = open_llm(drafter=f"eagle:{heads['eagle3']}?width=3&depth=3", planner="fixed", rounds="queued")
         engine, drafter = llm.engine, llm.engine.drafting.drafters["eagle"]
-        assert isinstance(engine, QueuedEngine)
+        assert isinstance(engine.backend, QueuedBackend)
         assert isinstance(drafter, EagleDrafter)
         if captures:
-            drafter.capture_prompts(engine._trash_slot, None)
+            drafter.capture_prompts(engine.backend._trash_slot, None)
         outputs = run(llm, few(), "eagle")
         found.append([(output.token_ids, output.speculation.accepted) for output in outputs])
         assert bool(sizes) == captures

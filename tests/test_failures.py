@@ -158,7 +158,7 @@ def test_an_exception_in_a_round_ends_what_runs_and_the_engine_goes_on(open_llm:
     assert [tokens(output) for output in llm.generate(GOOD, PARAMS)] == expected
 
 
-@pytest.mark.parametrize("where", ["pack", "choose", "verify_exact", "emit"])
+@pytest.mark.parametrize("where", ["eager.pack", "eager.choose", "eager.verify_exact", "step.emit"])
 def test_wherever_it_breaks(open_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     llm = open_llm()
     (right,) = llm.generate(GOOD[2], PARAMS[2])
@@ -167,7 +167,7 @@ def test_wherever_it_breaks(open_llm: Callable[..., LLM], monkeypatch: pytest.Mo
         raise Breakdown(where)
 
     with monkeypatch.context() as patch:
-        patch.setattr(f"slipstream.engine.engine.{where}", fail)
+        patch.setattr(f"slipstream.engine.{where}", fail)
         (output,) = llm.generate(GOOD[2], PARAMS[2])
         assert output.outputs[0].error == f"the engine failed: Breakdown: {where}"
     (again,) = llm.generate(GOOD[2], PARAMS[2])

@@ -18,13 +18,11 @@ from hypothesis import strategies as st
 from queueing import Queue
 from slipstream import LLM, RequestOutput, SamplingParams
 from slipstream.core.errors import ConfigError, InvalidRequest, QueueFull, RequestError
-from slipstream.engine.admission import Admission
 from slipstream.engine.allowance import PromptAllowance
 from slipstream.engine.chunks import Chunk, ChunkRule, OwnChunks, piece_rows
 from slipstream.engine.config import EngineConfig
-from slipstream.engine.deadlines import Deadlines
-from slipstream.engine.line import WaitingLine
-from slipstream.engine.state import Answer, Phase
+from slipstream.engine.line import Admission, WaitingLine
+from slipstream.engine.state import Answer, Deadlines, Phase
 from stepping import Stepper
 from test_scheduler import MAX_ROWS, SEATS, World, make_job, plainly
 from test_sharing import Slow

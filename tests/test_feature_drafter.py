@@ -20,7 +20,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.drafters.base import DeviceTree, DraftRequest, DraftRound, HostDrafter
 from slipstream.drafters.eagle import EagleDrafter
 from slipstream.drafters.heads import FeatureDrafter
-from slipstream.engine.gathering import levels_of
+from slipstream.engine.caps import levels_of
 from slipstream.plan.planner import AdaptivePlanner
 from slipstream.plan.types import Budget, Curve, DraftSeen, MeasuredCosts, Offer, TreeSeen
 from stepping import Arrival, Stepper

@@ -16,11 +16,11 @@ from medusa_checkpoints import tiny_medusa
 from slipstream import LLM, SamplingParams
 from slipstream.core.errors import ConfigError
 from slipstream.drafters.model import ModelDrafter
-from slipstream.engine import measuring
+from slipstream.engine import measuring, rehearsal
 from slipstream.engine.draft_loops import DraftSize
 from slipstream.engine.measuring import measure
-from slipstream.engine.posing import Posed, most_context, posed
-from slipstream.engine.queued import QueuedEngine
+from slipstream.engine.queued import QueuedBackend
+from slipstream.engine.rehearsal import most_context, rehearse
 from slipstream.engine.rounds import Round
 from slipstream.plan.planner import AdaptivePlanner
 from slipstream.plan.types import VERSION, Budget, Curve, DraftSeen, Load, MeasuredCosts, Offer
@@ -47,8 +47,8 @@ def test_all_is_timed_and_nothing_stays_behind(open_llm: Open, tiny_draft: Path,
     assert "ngram" not in costs.drafts
     assert llm.engine.pool.free_pages == llm.engine.pool.num_pages
     assert not llm.engine.tables
-    if isinstance(llm.engine, QueuedEngine):
-        state = llm.engine.lanes.state
+    if isinstance(llm.engine.backend, QueuedBackend):
+        state = llm.engine.backend.lanes.state
         assert state.pages[:-1].eq(llm.engine.pool.num_pages).all(), "behind everybody's pages stands nobody's"
         assert state.length[:-1].eq(1).all()
     prompt = [5, 6, 7, 8, 5, 6, 7]
@@ -88,7 +88,7 @@ def test_every_draft_that_is_timed_is_a_whole_one(open_llm: Open, tiny_draft: Pa
         return real(*args)
 
     setattr(drafter.runner, way, counting)
-    with torch.inference_mode(), posed(engine, 2, 16) as scene:
+    with torch.inference_mode(), rehearse(engine, 2, 16) as scene:
         for nodes in (1, 4, 2):
             work = scene.draft(DraftSize("model", nodes))
             for _ in range(3):
@@ -102,7 +102,7 @@ def test_context_is_timed_with_the_sizes_that_there_are(open_llm: Open, monkeypa
     """A slow model has few, an engine for few requests as well: what a long text adds is seen all the same."""
     clock = {4: 0.5, 8: 0.9}  # by rows: seconds with a long context
     monkeypatch.setattr(measuring, "_LOOKING_BACK", {"cpu": 8})
-    monkeypatch.setattr(Posed, "target_pass", lambda scene, rows: rows)
+    monkeypatch.setattr(rehearsal._Eager, "target_pass", lambda scene, rows: rows)
     monkeypatch.setattr(measuring, "_seconds", lambda scene, rows: clock[rows])
     engine = open_llm(max_num_seqs=5).engine
     monkeypatch.setattr(measuring, "_SHORT", 8)
@@ -117,7 +117,7 @@ def test_requests_that_pose_leave_even_where_something_breaks(open_llm: Open) ->
     engine = open_llm().engine
 
     def break_off() -> None:
-        with posed(engine, 2, 16):
+        with rehearse(engine, 2, 16):
             assert engine.pool.free_pages < engine.pool.num_pages
             raise RuntimeError("enough")
 
@@ -242,8 +242,8 @@ def test_a_pass_too_large_to_be_captured_does_not_slow_down_the_others(
     """Where there is no memory for a graph of so many rows, rounds with fewer are captured all the same."""
     monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path))
     engine = open_llm(rounds="queued").engine
-    assert isinstance(engine, QueuedEngine)
-    rounds: Any = engine.rounds
+    assert isinstance(engine.backend, QueuedBackend)
+    rounds: Any = engine.backend.rounds
     rounds._pool, rounds._graphs = object(), True  # as on a GPU
 
     def capture(one: Round, pool: object) -> None:

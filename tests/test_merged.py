@@ -23,8 +23,8 @@ from slipstream.core.errors import ConfigError, InvalidRequest
 from slipstream.core.verdict import Authors, Verdict
 from slipstream.drafters import DrafterSpec, merged_name, parse_merged, parse_specs
 from slipstream.drafters.base import DeviceDrafter, DeviceTree, Drafter, DraftRequest, DraftRound, Needs
-from slipstream.engine.plans import Gathered, Guesses
-from slipstream.engine.queued import QueuedEngine
+from slipstream.engine.drafts import Gathered, Guesses
+from slipstream.engine.queued import QueuedBackend
 from slipstream.kernels.gpu.rows import RECENT, ring
 from stepping import Arrival, Stepper
 from tree_cases import paths, trees
@@ -302,15 +302,14 @@ def test_a_tree_of_a_larger_size_leaves_room_for_others(bench: Bench) -> None:
 
 
 def test_who_may_not_guess_leaves_the_place_to_another() -> None:
-    """Two device drafters of a request, one of them without a budget for it: what the other guessed stands."""
+    """Two device drafters, each with a budget for one of two requests."""
     gathered = Gathered(2)
     gathered.grant(0, "first", 2)
     gathered.grant(1, "second", 2)
-    chains = Draft.pack([Tree.chain((5, 6)), Tree.chain((7, 8))], CPU)
-    one, two = (replace(chains, counts=torch.tensor(counts)) for counts in ([2, 0], [0, 2]))
-    drafted = gathered.drafted({"first": Guesses((0, 1), one), "second": Guesses((0, 1), two)}, CPU)
-    assert [drafted.draft.tree(i) for i in range(2)] == [Tree.chain((5, 6)), Tree.chain((7, 8))]
-    assert [authors.names for authors in drafted.authors] == [("first",), ("second",)]
+    one, two = (Draft.pack([Tree.chain(tokens)], CPU) for tokens in ((5, 6), (7, 8)))
+    draft, authors = gathered.plan().joined({"first": Guesses((0,), one), "second": Guesses((1,), two)}, CPU)
+    assert [draft.tree(i) for i in range(2)] == [Tree.chain((5, 6)), Tree.chain((7, 8))]
+    assert [one.names for one in authors] == [("first",), ("second",)]
 
 
 @pytest.mark.parametrize("draft_tokens", [1, 2, 7])
@@ -531,13 +530,13 @@ def test_a_loop_is_made_for_few_sizes(tiny_target: Path) -> None:
 def test_the_device_knows_the_last_tokens(tiny_target: Path) -> None:
     """Each at its own place, when a request joins and after every round."""
     bench = Queue(tiny_target, None)
-    assert isinstance(bench.engine, QueuedEngine)
+    assert isinstance(bench.engine.backend, QueuedBackend)
     params = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
     (first, _), (second, _) = bench.add(range(100), params), bench.add([7], params)
-    state = bench.engine.lanes.state
+    state = bench.engine.backend.lanes.state
     for _ in range(80):
         bench.engine.step()
-        bench.engine._tell(bench.engine._hear_all())
+        bench.engine._deliver(bench.engine._read_all())
         for job in (first, second):
             (answer,) = job.answers
             if answer.phase.name == "RUNNING" and answer.on_device:

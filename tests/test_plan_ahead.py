@@ -19,13 +19,13 @@ class Watching(Planner):
         self.queued: list[int] = []
 
     def plan(self, offers: Sequence[Offer], load: Load) -> list[Budget]:
-        self.queued.append(len(self._bench.tickets))
+        self.queued.append(len(self._bench.flights))
         return super().plan(offers, load)
 
     def trim(
         self, drafter: str, request_ids: Sequence[str], trees: Sequence[Tree], *_: object, **__: object
     ) -> list[Tree]:
-        self.queued.append(len(self._bench.tickets))
+        self.queued.append(len(self._bench.flights))
         return list(trees)
 
 

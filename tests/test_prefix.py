@@ -18,8 +18,9 @@ from queueing import Queue
 from slipstream import LLM, RequestOutput, SamplingParams, SpeculationParams
 from slipstream.core.outputs import CompletionOutput
 from slipstream.engine import queued
-from slipstream.engine.chunks import Chunk, ChunkRule, OwnChunks
-from slipstream.engine.queued import QueuedEngine
+from slipstream.engine.chunks import Chunk, OwnChunks
+from slipstream.engine.queued import QueuedBackend
+from slipstream.engine.step import Engine
 from slipstream.kv.pages import OutOfPages, PagePool, PageTable
 from slipstream.kv.prefix import PrefixStore
 from slipstream.models.batch import PassBatch
@@ -201,7 +202,7 @@ def test_pages_are_given_up_before_anybody_waits(tiny_target: Path) -> None:
 class Fragile:
     """Passes whose sums depend on how many rows they have, but for narrow ones: as on a GPU, only more so."""
 
-    def __init__(self, engine: QueuedEngine) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._forward = engine.target.forward
         self.passes: list[tuple[int, int, bool]] = []
         engine.target.forward = self.forward  # type: ignore[method-assign]
@@ -235,20 +236,16 @@ def test_a_prompt_comes_out_as_if_nothing_had_been_found(
 ) -> None:
     """Blocks of 24 tokens are computed alone: they are found whole or not at all. The rest is narrow, or fresh."""
 
-    def rule(engine: QueuedEngine, max_rows: int) -> ChunkRule:
-        engine._own_chunks = OwnChunks(24, 8, 16)
-        return engine._own_chunks
-
-    monkeypatch.setattr(QueuedEngine, "_chunk_rule", rule)
+    monkeypatch.setattr(QueuedBackend, "chunk_rule", lambda *_: OwnChunks(24, 8, 16))
     how: dict[str, Any] = {"page_size": page_size, "max_num_seqs": 4}
     warm = Queue(tiny_target, None, **how)
-    seen = Fragile(warm.queued)
+    seen = Fragile(warm.engine)
     text = [(11 * i) % 250 for i in range(100)]
     lengths = (100, 30, 57, 57, 100, 45, 9, 33, 8, 31)
     found = []
     for length in lengths:
         fresh = Queue(tiny_target, None, prefix_caching=False, **how)
-        Fragile(fresh.queued)
+        Fragile(fresh.engine)
         want, said, _ = bits(fresh, text[:length])
         got, says, cached = bits(warm, text[:length])
         assert says == said
@@ -266,14 +263,10 @@ def test_a_prompt_comes_out_as_if_nothing_had_been_found(
 def test_what_shares_wide_passes_goes_on_anywhere(tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks that come out the same in passes of any size: the rest is computed in such a pass, however short."""
 
-    def rule(engine: QueuedEngine, max_rows: int) -> ChunkRule:
-        engine._own_chunks = OwnChunks(64, 8, 16, wide_together=64, grain=8)
-        return engine._own_chunks
-
-    monkeypatch.setattr(QueuedEngine, "_chunk_rule", rule)
+    monkeypatch.setattr(QueuedBackend, "chunk_rule", lambda *_: OwnChunks(64, 8, 16, wide_together=64, grain=8))
     monkeypatch.setattr(queued, "WIDE_SIZES", ())
     bench = Queue(tiny_target, None, page_size=4, max_num_seqs=4)
-    passes = Fragile(bench.queued).passes
+    passes = Fragile(bench.engine).passes
     text = [(11 * i) % 250 for i in range(100)]
     assert bits(bench, text[:40])[2] == 0
     assert bits(bench, [*text[:30], 1, 2, 3, 4])[2] == 24  # of 28 that are there, a multiple of the grain

@@ -16,7 +16,7 @@ from scripted import GOOD, Answers, Bushy, Scripted, all_scripted
 from slipstream import LLM, CompletionOutput, RequestOutput, SamplingParams, SpeculationParams
 from slipstream.drafters.base import Drafter
 from slipstream.drafters.model import ModelDrafter
-from slipstream.engine.queued import QueuedEngine
+from slipstream.engine.queued import QueuedBackend
 from stepping import Arrival, Stepper
 
 
@@ -52,8 +52,8 @@ def bench(tiny_target: Path, tiny_draft: Path) -> Iterator[Bench]:
         LLM(tiny_target, drafter=None, rounds="eager", **common) as eager,
         LLM(tiny_target, drafter=drafters, rounds="queued", planner="fixed", **common) as llm,
     ):
-        assert isinstance(llm.engine, QueuedEngine)
-        assert not isinstance(eager.engine, QueuedEngine)
+        assert isinstance(llm.engine.backend, QueuedBackend)
+        assert not isinstance(eager.engine.backend, QueuedBackend)
         batch = cases()
         expected = plain(eager, batch, answers)
         texts = [output.text[:5] + "X" + output.text[6:] for output in expected]  # right but for one character

@@ -317,8 +317,8 @@ class TestFailures:
         assert not drafting.waits(running)
         bench.engine.step()
         bench.engine.step()
-        assert len(bench.tickets) == 1  # one ahead, as without a drafter
-        assert all(not member.drafted for member in bench.tickets[0].members)
+        assert len(bench.flights) == 1  # one ahead, as without a drafter
+        assert all(not member.drafted for member in bench.flights[0].members)
         bench.drain()
 
     def test_one_that_cannot_draft_in_a_queued_round_is_dropped(self, tiny_target: Path) -> None:

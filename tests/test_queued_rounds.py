@@ -21,9 +21,9 @@ from slipstream.core.draft import Draft, Tree
 from slipstream.core.errors import ConfigError
 from slipstream.drafters.base import DraftRequest
 from slipstream.engine.chunks import Chunk
+from slipstream.engine.flight import Flight
 from slipstream.engine.packing import pack, pack_chunks
 from slipstream.engine.state import Job
-from slipstream.engine.tickets import Ticket
 from slipstream.kv.pages import PageTable
 from stepping import Arrival, Stepper
 
@@ -38,19 +38,19 @@ class TestOneAhead:
         job, _ = bench.add([1, 2, 3], PARAMS)
         (answer,) = job.answers
         bench.engine.step()
-        assert len(bench.tickets) == 1
+        assert len(bench.flights) == 1
         assert (answer.queued, answer.coming, answer.generated) == (1, 1, 0)  # the prompt's round gives one token
         before = 0
         while not answer.ended:
-            last = bench.tickets[-1]
+            last = bench.flights[-1]
             bench.engine.step()
-            assert len(bench.tickets) <= 1
-            assert all(ticket is not last for ticket in bench.tickets)  # it was read, behind the next one's back
+            assert len(bench.flights) <= 1
+            assert all(ticket is not last for ticket in bench.flights)  # it was read, behind the next one's back
             assert answer.generated > before
             before = answer.generated
-            if bench.tickets:
+            if bench.flights:
                 assert answer.queued == 1
-                assert answer.coming == sum(m.bound for t in bench.tickets for m in t.members)
+                assert answer.coming == sum(m.bound for t in bench.flights for m in t.members)
         bench.drain()
 
     def test_a_drafter_on_the_host_is_asked_when_all_is_read(self, tiny_target: Path) -> None:
@@ -61,7 +61,7 @@ class TestOneAhead:
             name: ClassVar[str] = "looks"
 
             def propose(self, requests: Sequence[DraftRequest], budget: Sequence[int]) -> Sequence[Tree]:
-                seen.append((len(bench.tickets), len(requests[0].tokens)))
+                seen.append((len(bench.flights), len(requests[0].tokens)))
                 return super().propose(requests, budget)
 
         bench = Queue(tiny_target, Looks(answers))
@@ -79,13 +79,13 @@ class TestOneAhead:
     ) -> None:
         bench = Queue(tiny_target, None)
         rounds: list[int] = []
-        queue = bench.queued._queue
+        launch = bench.queued.launch
 
-        def note(schedule: Any) -> Ticket:
-            rounds.append(len(schedule.decodes) + len(schedule.chunks))
-            return queue(schedule)
+        def note(batch: Any, plan: Any, **how: Any) -> Flight:
+            rounds.append(len(batch.decodes) + len(batch.chunks))
+            return launch(batch, plan, **how)
 
-        monkeypatch.setattr(bench.queued, "_queue", note)
+        monkeypatch.setattr(bench.queued, "launch", note)
         bench.add([1, 2], replace(PARAMS, max_tokens=tokens))
         bench.drain()
         assert rounds == [1] * tokens
@@ -99,8 +99,8 @@ class TestOneAhead:
         job, heard = bench.add(prompt, replace(PARAMS, stop_token_ids=[stop]))
         while not job.answers[0].ended:
             bench.engine.step()
-        assert [m.answer for t in bench.tickets for m in t.members] == job.answers
-        assert not any(m.listens for t in bench.tickets for m in t.members)
+        assert [m.answer for t in bench.flights for m in t.members] == job.answers
+        assert not any(m.listens for t in bench.flights for m in t.members)
         assert bench.engine.pool.free_pages == bench.engine.pool.num_pages
         again, _ = bench.add(prompt, PARAMS)  # into the same lane and pages
         bench.drain()
@@ -148,7 +148,7 @@ class TestLeaving:
         stays, _ = bench.add(prompt, PARAMS)
         for _ in range(rounds):
             bench.engine.step()
-        assert bench.tickets
+        assert bench.flights
         bench.engine.abort(gone.id)
         bench.engine.scheduler.check_integrity()
         assert {a.output.finish_reason for a in gone.answers} == {"abort"}
@@ -230,7 +230,7 @@ def test_any_interleaving(interleaving: Interleaving, actions: list[tuple[str, i
                 bench.engine.step()
         bench.engine.scheduler.check_integrity()
         bench.check_lanes()
-        assert len(bench.tickets) <= 1
+        assert len(bench.flights) <= 1
     bench.drain()
     for job, key, params in jobs:
         for answer, right in zip(job.answers, interleaving.plainly(*key, params), strict=True):

@@ -14,9 +14,8 @@ from slipstream.drafters.base import DeviceDrafter, DraftRound
 from slipstream.drafters.model import ModelDrafter
 from slipstream.engine import draft_loops, rounds
 from slipstream.engine.draft_loops import DraftFailed, DraftLoops, DraftSize, LoopShape
-from slipstream.engine.queued import QueuedEngine
-from slipstream.engine.round_shape import RoundShape
-from slipstream.engine.rounds import Round
+from slipstream.engine.queued import QueuedBackend
+from slipstream.engine.rounds import Round, RoundShape
 from slipstream.sampling.table import Features
 
 
@@ -24,9 +23,9 @@ def shape(counts: list[int], longest: int = 10) -> RoundShape:
     return RoundShape.of(counts, longest, is_tree=False, features=Features(greedy=True), version=0, keeps_logits=False)
 
 
-def queued(llm: LLM) -> QueuedEngine:
-    assert isinstance(llm.engine, QueuedEngine)
-    return llm.engine
+def queued(llm: LLM) -> QueuedBackend:
+    assert isinstance(llm.engine.backend, QueuedBackend)
+    return llm.engine.backend
 
 
 @pytest.mark.parametrize("counts", [[0], [5], [0, 63], [25] * 9, [1] * 300])
@@ -125,19 +124,6 @@ def test_a_loop_serves_all_rounds_of_as_many_requests(open_llm: Callable[..., LL
     assert len(noted) == 2
 
 
-def test_loops_that_drafts_ahead_use_are_kept(open_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of too many those go that were not used for longest: also where somebody else than the round asked for them."""
-    monkeypatch.setattr(draft_loops, "_MOST", 2)
-    found, _ = loops(Counting(), open_llm(rounds="queued", drafter=None))
-    first, second, third = (LoopShape(2, 64, Features(), 0, (DraftSize("model", nodes),)) for nodes in (1, 2, 3))
-    kept = found.of(first)
-    found.of(second)
-    assert found.find(first) is kept
-    found.of(third)
-    assert found.find(first) is kept
-    assert found.find(second) is None
-
-
 def test_a_drafter_that_cannot_be_captured_drafts_without_a_graph_and_says_so_once(
     open_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -150,9 +136,9 @@ def test_a_drafter_that_cannot_be_captured_drafts_without_a_graph_and_says_so_on
     monkeypatch.setattr(draft_loops, "captured", fail)
     drafter = Counting()
     llm = open_llm(rounds="queued", drafter=None)
-    engine, said = queued(llm), list[str]()
-    counts = engine.counters.unrecorded
-    found = DraftLoops(engine.lanes.state, {"model": drafter}, object(), lambda: None, 0, counts, said.append)
+    backend, said = queued(llm), list[str]()
+    counts = llm.engine.counters.unrecorded
+    found = DraftLoops(backend.lanes.state, {"model": drafter}, object(), lambda: None, 0, counts, said.append)
     lanes = torch.zeros(1, dtype=torch.int64)
     for depth in (3, 3, 2):
         loop = found.of(LoopShape(1, 512, Features(), 0, (DraftSize("model", depth),)))

@@ -307,7 +307,6 @@ def test_metrics(client: OpenAI, server: HttpServer) -> None:
         "spec_decode_num_drafts_total",
         "spec_decode_num_accepted_tokens_per_pos_total",
         "spec_decode_gain",
-        "spec_decode_drafts_ahead_total",
         "time_to_first_token_seconds_bucket",
         "inter_token_latency_seconds_bucket",
         "inter_token_latency_seconds_sum",

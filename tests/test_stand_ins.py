@@ -17,11 +17,10 @@ from exactness import cases, differences, plain, run
 from scripted import Answers, all_scripted
 from slipstream import LLM, SamplingParams
 from slipstream.drafters.base import Drafter
-from slipstream.engine import rounds, stand_ins, warming
-from slipstream.engine.queued import QueuedEngine
-from slipstream.engine.round_shape import RoundShape
-from slipstream.engine.rounds import Round, Rounds
-from slipstream.engine.stand_ins import StandIns
+from slipstream.engine import rounds, warming
+from slipstream.engine.queued import QueuedBackend
+from slipstream.engine.rounds import Round, Rounds, RoundShape, StandIns
+from slipstream.engine.step import Engine
 from slipstream.engine.warming import likely_shapes, warm_up
 from slipstream.kernels.gpu.jit import room_for
 from slipstream.plan.cost import filled
@@ -88,7 +87,7 @@ class TestWhoStandsIn:
 
 class TestStandIns:
     def test_the_cheapest_is_taken_until_a_shape_came_often(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(stand_ins, "_OFTEN", 3)
+        monkeypatch.setattr(rounds, "_OFTEN", 3)
         wanted, tree, chain, wide = (
             shape([3, 12]), shape([12, 15], is_tree=True), shape([12, 15]), shape([20, 20])
         )  # fmt: skip
@@ -113,13 +112,13 @@ class TestStandIns:
         assert found.of(wanted, {LARGE: 0, better: 0}) == better
 
     def test_what_comes_now_and_then_is_never_recorded(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(stand_ins, "_OFTEN", 3)
-        monkeypatch.setattr(stand_ins, "_OF_LATE", 1)  # among many others, that is
+        monkeypatch.setattr(rounds, "_OFTEN", 3)
+        monkeypatch.setattr(rounds, "_OF_LATE", 1)  # among many others, that is
         found = StandIns()
         assert [found.of(shape([3, 12]), {LARGE: 0}) for _ in range(50)] == [LARGE] * 50
 
     def test_what_is_over_tensors_that_are_gone_fades_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(stand_ins, "_OF_LATE", 3)
+        monkeypatch.setattr(rounds, "_OF_LATE", 3)
         found, wanted = StandIns(), shape([3, 12], version=1)
         newer = LARGE._replace(version=2)
         for version in (1, 1, 2):
@@ -127,9 +126,14 @@ class TestStandIns:
         assert not found._came, "of the newer one half of one is left"
 
 
-def recording(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> tuple[QueuedEngine, list[RoundShape]]:
+def rounds_of(engine: Engine) -> Rounds:
+    assert isinstance(engine.backend, QueuedBackend)
+    return engine.backend.rounds
+
+
+def recording(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> tuple[Engine, list[RoundShape]]:
     """An engine on a CPU that takes itself to record rounds, and those that it does."""
-    assert isinstance(llm.engine, QueuedEngine)
+    assert isinstance(llm.engine.backend, QueuedBackend)
     made: list[RoundShape] = []
 
     def capture(self: Round, pool: Any) -> None:
@@ -138,13 +142,13 @@ def recording(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> tuple[QueuedEngine, 
 
     monkeypatch.setattr(Round, "capture", capture)
     pool: Any = object()
-    llm.engine.rounds._graphs, llm.engine.rounds._pool = True, pool
-    llm.engine.rounds.let_stand_in()
+    rounds_of(llm.engine)._graphs, rounds_of(llm.engine)._pool = True, pool
+    rounds_of(llm.engine).let_stand_in()
     return llm.engine, made
 
 
 @pytest.fixture
-def engine(open_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> QueuedEngine:
+def engine(open_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> Engine:
     return recording(open_llm(rounds="queued", drafter="ngram", max_num_seqs=48), monkeypatch)[0]
 
 
@@ -196,7 +200,7 @@ class TestWarmUp:
         self, open_llm: Callable[..., LLM]
     ) -> None:
         llm = open_llm(rounds="queued", drafter=None)
-        assert isinstance(llm.engine, QueuedEngine)
+        assert isinstance(llm.engine.backend, QueuedBackend)
         found = list(likely_shapes(llm.engine))
         assert {one.width for one in found} == {0}
         assert {one.requests for one in found} == {1, 2, 4, 8}
@@ -222,7 +226,7 @@ class TestWarmUp:
         assert engine.pool.free_pages == engine.pool.num_pages
         assert not engine.tables
 
-    def test_it_ends_in_time_and_says_what_is_left(self, engine: QueuedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_it_ends_in_time_and_says_what_is_left(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(warming, "_LIMIT_S", 0.0)
         said: list[str] = []
         warm_up(engine, said.append)
@@ -230,7 +234,7 @@ class TestWarmUp:
         assert engine.pool.free_pages == engine.pool.num_pages
 
     def test_a_round_that_cannot_be_recorded_ends_it_but_not_recording(
-        self, engine: QueuedEngine, monkeypatch: pytest.MonkeyPatch
+        self, engine: Engine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """It may have been larger than what comes."""
         good, tries = Round.capture, list[RoundShape]()
@@ -248,8 +252,8 @@ class TestWarmUp:
         assert said[1:] == [
             "warming up ends here (a round could not be recorded): what is left is recorded when it comes"
         ]
-        assert engine.rounds.pool is not None
-        assert len(engine.rounds._rounds) == 4
+        assert rounds_of(engine).pool is not None
+        assert len(rounds_of(engine)._rounds) == 4
         assert engine.pool.free_pages == engine.pool.num_pages
 
     def test_what_fails_is_said_and_the_engine_runs(
@@ -285,7 +289,7 @@ class TestWarmUp:
         """Tensors that grow for biases and penalties are read by rounds with such requests only."""
         llm = open_llm(rounds="queued", drafter="ngram", planner="fixed")
         engine, made = recording(llm, monkeypatch)
-        monkeypatch.setattr(stand_ins, "_OFTEN", 1_000_000)
+        monkeypatch.setattr(rounds, "_OFTEN", 1_000_000)
         plainly = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
         expected = llm.generate([[5, 6, 7] * 4], plainly)[0].outputs[0].token_ids
         warm_up(engine)
@@ -298,32 +302,32 @@ class TestWarmUp:
 
     def test_nothing_is_done_where_nothing_is_recorded(self, open_llm: Callable[..., LLM]) -> None:
         llm = open_llm(rounds="queued", drafter="ngram", warm_up=True)
-        assert isinstance(llm.engine, QueuedEngine)
+        assert isinstance(llm.engine.backend, QueuedBackend)
         said: list[str] = []
         warm_up(llm.engine, said.append)
         assert not said
-        assert not len(llm.engine.rounds)
+        assert not len(rounds_of(llm.engine))
 
 
-def test_measuring_takes_no_larger_round(engine: QueuedEngine) -> None:
+def test_measuring_takes_no_larger_round(engine: Engine) -> None:
     large, small = (shape([nodes, nodes]) for nodes in (12, 5))
-    engine.rounds.of(large)
-    assert engine.rounds.of(small).shape == large
-    assert engine.rounds.of(small, exactly=True).shape == small
-    assert engine.rounds.of(small).shape == small, "it is there now"
+    rounds_of(engine).of(large)
+    assert rounds_of(engine).of(small).shape == large
+    assert rounds_of(engine).of(small, exactly=True).shape == small
+    assert rounds_of(engine).of(small).shape == small, "it is there now"
 
 
-def test_in_an_engine_that_is_not_warm_what_comes_is_recorded(engine: QueuedEngine) -> None:
-    engine.rounds._stand_ins = None
+def test_in_an_engine_that_is_not_warm_what_comes_is_recorded(engine: Engine) -> None:
+    rounds_of(engine)._stand_ins = None
     large, small = (shape([nodes, nodes]) for nodes in (12, 5))
-    assert [engine.rounds.of(one).shape for one in (large, small)] == [large, small]
+    assert [rounds_of(engine).of(one).shape for one in (large, small)] == [large, small]
 
 
-def test_a_shape_that_comes_often_is_recorded(engine: QueuedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stand_ins, "_OFTEN", 2)
+def test_a_shape_that_comes_often_is_recorded(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "_OFTEN", 2)
     large, small = (shape([nodes, nodes]) for nodes in (12, 5))
-    engine.rounds.of(large)
-    assert [engine.rounds.of(small).shape for _ in range(4)] == [large, large, small, small]
+    rounds_of(engine).of(large)
+    assert [rounds_of(engine).of(small).shape for _ in range(4)] == [large, large, small, small]
 
 
 @pytest.mark.parametrize("often", [0, 2, 1_000_000])
@@ -331,7 +335,7 @@ def test_the_same_tokens_whoever_stands_in(
     open_llm: Callable[..., LLM], tiny_draft: Path, monkeypatch: pytest.MonkeyPatch, often: int
 ) -> None:
     """Chains and trees of all drafters in rounds with more rows, wider ones, and such for trees."""
-    monkeypatch.setattr(stand_ins, "_OFTEN", often)
+    monkeypatch.setattr(rounds, "_OFTEN", often)
     answers = Answers()
     scripted: list[str | Drafter] = [*dict(all_scripted(answers)).values()]
     drafters: list[str | Drafter] = [*scripted, "ngram", "suffix", f"model:{tiny_draft}"]
@@ -422,10 +426,10 @@ class TestVersions:
         assert table.prompt_seen[0].nonzero().flatten().tolist() == [1, 2]
 
 
-def test_a_stale_round_makes_room_and_others_stay(engine: QueuedEngine) -> None:
+def test_a_stale_round_makes_room_and_others_stay(engine: Engine) -> None:
     biased = Features(greedy=True, bias=True)
     for version in (1, 2):
-        engine.rounds.of(shape([0, 0], features=biased, version=version))
-    engine.rounds.of(shape([0, 0]))
-    engine.rounds.of(shape([0, 0], features=biased, version=3))
-    assert {one.version for one in engine.rounds._rounds} == {0, 3}
+        rounds_of(engine).of(shape([0, 0], features=biased, version=version))
+    rounds_of(engine).of(shape([0, 0]))
+    rounds_of(engine).of(shape([0, 0], features=biased, version=3))
+    assert {one.version for one in rounds_of(engine)._rounds} == {0, 3}

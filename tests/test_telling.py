@@ -14,11 +14,11 @@ from exactness import FEW as FEW_TOKENS
 from queueing import OFF, PARAMS, Echo, Queue
 from slipstream import SamplingParams
 from slipstream.core.verdict import Verdict
-from slipstream.engine.listening import RoundTimes
+from slipstream.engine.drafts import Plan
+from slipstream.engine.flight import Flight, StepTimes
 from slipstream.engine.scheduler import Schedule
 from slipstream.engine.state import Answer
-from slipstream.engine.telling import FEW
-from slipstream.engine.tickets import Ticket
+from slipstream.engine.step import FEW
 
 MANY = FEW + 4
 
@@ -28,13 +28,13 @@ class Diary:
 
     def __init__(self, queue: Queue, patch: pytest.MonkeyPatch) -> None:
         self.said: list[str] = []
-        self._queue, self._report = queue.queued._queue, queue.queued._report
-        patch.setattr(queue.queued, "_queue", self._queued)
-        patch.setattr(queue.queued, "_report", self._reported)
+        self._launch, self._report = queue.queued.launch, queue.engine._report
+        patch.setattr(queue.queued, "launch", self._launched)
+        patch.setattr(queue.engine, "_report", self._reported)
 
-    def _queued(self, schedule: Schedule) -> Ticket:
+    def _launched(self, batch: Schedule, plan: Plan | None, **how: Any) -> Flight:
         self.said.append("queue")
-        return self._queue(schedule)
+        return self._launch(batch, plan, **how)
 
     def _reported(self, answers: Sequence[Answer]) -> None:
         self.said += [f"{'end' if answer.ended else 'on'} {answer.job.id}" for answer in answers]
@@ -47,12 +47,8 @@ class Meter:
     def __init__(self) -> None:
         self.rounds: list[tuple[int, int]] = []
 
-    def offered(self, offer: Any) -> None: ...
-
-    def drew(self, drafter: str, nodes: int, seconds: float) -> None: ...
-
-    def round(
-        self, answers: Sequence[Answer], verdicts: Sequence[Verdict], kept: Sequence[int], times: RoundTimes
+    def step(
+        self, answers: Sequence[Answer], verdicts: Sequence[Verdict], kept: Sequence[int], times: StepTimes
     ) -> None:
         self.rounds.append((len(answers), sum(kept)))
 
@@ -104,7 +100,7 @@ def test_few_are_told_at_once(tiny_target: Path, monkeypatch: pytest.MonkeyPatch
     diary = Diary(queue, monkeypatch)
     for _ in range(6):
         queue.engine.step()
-        assert queue.queued._untold is None
+        assert queue.engine._unfinished is None
     assert "on r7" in diary.said
     queue.drain()
 
@@ -114,7 +110,7 @@ def test_the_tokens_and_the_counts_are_those_of_who_is_told_at_once(
 ) -> None:
     found = []
     for few in (0, 100):
-        monkeypatch.setattr("slipstream.engine.telling.FEW", few)
+        monkeypatch.setattr("slipstream.engine.step.FEW", few)
         queue, meter = Queue(tiny_target, [Echo()], max_num_seqs=MANY), Meter()
         queue.engine.listen(meter)
         stops = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, stop=("e", "a"))
@@ -139,7 +135,7 @@ def test_who_is_ended_in_between_has_all_that_was_heard_of_it(
 ) -> None:
     queue = Queue(tiny_target, [Echo()], max_num_seqs=MANY)
     jobs = crowd(queue)
-    while queue.queued._untold is None:
+    while queue.engine._unfinished is None:
         queue.engine.step()
     job, heard = jobs[-1]
     (answer,) = job.answers
@@ -173,7 +169,7 @@ def test_log_probabilities_are_read_before_the_next_round(tiny_target: Path) -> 
     crowd(queue)
     while queue.engine.busy and not job.answers[0].ended:
         queue.engine.step()
-        assert queue.queued._untold is None
+        assert queue.engine._unfinished is None
     logprobs = job.answers[0].output.logprobs
     assert logprobs is not None
     assert all(token in likely for token, likely in zip(job.answers[0].output.token_ids, logprobs, strict=True))
@@ -184,7 +180,7 @@ def test_a_round_is_the_listeners_who_heard_it_begin(tiny_target: Path) -> None:
     queue, first, second = Queue(tiny_target, [Echo()], max_num_seqs=MANY), Meter(), Meter()
     jobs = crowd(queue)
     queue.engine.listen(first)
-    while queue.queued._untold is None:
+    while queue.engine._unfinished is None:
         queue.engine.step()
     queue.engine.listen(second)
     known = len(first.rounds)
@@ -205,5 +201,5 @@ def test_first_tokens_do_not_wait(tiny_target: Path) -> None:
     while not answer.generated:
         queue.engine.step()
     assert answer.output.token_ids
-    assert queue.queued._untold is not None, "the others wait"
+    assert queue.engine._unfinished is not None, "the others wait"
     queue.drain()

@@ -355,5 +355,5 @@ def test_noise_that_was_seen_decides_nothing(
         found = judged(choices, logits, rows, row_of, draft, *rest, **more)
         return found.where((draft.counts > 0)[:, None], choices)
 
-    monkeypatch.setattr("slipstream.engine.engine.mixed_choices", plain_where_undrafted)
+    monkeypatch.setattr("slipstream.engine.eager.mixed_choices", plain_where_undrafted)
     assert wanted(setting).p_value(Crowd(target, Peeking()).tokens(params, 2 * REQUESTS)) < FOUND

@@ -43,10 +43,10 @@ from slipstream.drafters import merged_name, parse_merged
 from slipstream.drafters.base import Drafter, DraftRequest, HostDrafter
 from slipstream.drafters.suffix import SuffixDrafter
 from slipstream.drafters.suffix.store import SuffixStore
-from slipstream.engine.engine import Engine
-from slipstream.engine.listening import RoundTimes
-from slipstream.engine.odds import made_for
+from slipstream.engine.caps import made_for
+from slipstream.engine.flight import StepTimes
 from slipstream.engine.state import Answer
+from slipstream.engine.step import Engine
 from slipstream.models.graphs import recorded
 from slipstream.models.load import load_config
 from slipstream.plan.planner import Planner
@@ -78,12 +78,8 @@ class Meter:
     def __init__(self) -> None:
         self.beats: list[Beat] = []
 
-    def offered(self, offer: object) -> None: ...
-
-    def drew(self, drafter: str, nodes: int, seconds: float) -> None: ...
-
-    def round(
-        self, answers: Sequence[Answer], verdicts: Sequence[Verdict], kept: Sequence[int], times: RoundTimes
+    def step(
+        self, answers: Sequence[Answer], verdicts: Sequence[Verdict], kept: Sequence[int], times: StepTimes
     ) -> None:
         drafted = sum(verdict.drafted for verdict in verdicts)
         now, cpu_s = time.perf_counter(), time.process_time()
@@ -91,7 +87,7 @@ class Meter:
         parts = times.host, times.draft, times.verify
         who = tuple(sorted({name for verdict in verdicts if verdict.drafted for name in verdict.authors.names}))
         counts = len(answers), sum(kept), drafted, times.read_rows, made
-        self.beats.append(Beat(now, *counts, recorded.seconds, parts, cpu_s, times.hoped, who))
+        self.beats.append(Beat(now, *counts, recorded.seconds, parts, cpu_s, times.expected_gain, who))
 
 
 class Crowd:
@@ -233,7 +229,7 @@ class Bench:
 
     def _put(self, planner: Planner) -> None:
         def put(engine: Engine) -> None:
-            if getattr(engine, "rounds", None) is not None and planner is not self.planner:
+            if engine.backend.depth and planner is not self.planner:
                 planner.pad_passes()
             engine.drafting.planner = planner
 

@@ -36,7 +36,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.params import SamplingParams
 from slipstream.drafters.base import DraftRound, Services
 from slipstream.drafters.eagle import EagleDrafter
-from slipstream.engine.round_shape import RoundShape
+from slipstream.engine.rounds import RoundShape
 from slipstream.kernels.gpu.jit import has_kernels
 from slipstream.kernels.gpu.rows import RECENT, LaneState, PassRows, pack_rows
 from slipstream.kv.cache import KVCache

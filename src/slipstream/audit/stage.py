@@ -27,8 +27,8 @@ from slipstream.models.load import load_weights, quiet_transformers
 from slipstream.models.parity import TOLERANCE
 
 if TYPE_CHECKING:
-    from slipstream.engine.engine import Engine
     from slipstream.engine.llm import LLM
+    from slipstream.engine.step import Engine
 
 
 UNLIKELY = 1e-5

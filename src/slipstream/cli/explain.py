@@ -119,10 +119,9 @@ def _costs(llm: LLM) -> MeasuredCosts:
 def _choices(llm: LLM, guessers: Sequence[Guesser], costs: MeasuredCosts, context: int) -> list[Choice]:
     from slipstream.cli.forecast import Engine, forecast
     from slipstream.engine.config import ROW_SLOPE
-    from slipstream.engine.queued import QueuedEngine
 
     engine = llm.engine
-    slope, is_padded = ROW_SLOPE[engine.target.device.type], isinstance(engine, QueuedEngine)
+    slope, is_padded = ROW_SLOPE[engine.target.device.type], bool(engine.backend.depth)
     config, places = engine.config, engine.plan.draft_places
     asked = Engine(costs, slope, is_padded, config.draft_rows, context, config.min_gain, places)
     return [
@@ -134,8 +133,7 @@ def _guessers(llm: LLM) -> list[Guesser]:
     """The named drafters. Predictions and forms belong to a request."""
     from slipstream.cli.forecast import Guesser
     from slipstream.drafters.base import DeviceDrafter, HostDrafter
-    from slipstream.engine.gathering import levels_of
-    from slipstream.engine.odds import reach
+    from slipstream.engine.caps import levels_of, reach
 
     found, limit = [], llm.engine.config.draft_tokens
     for name, drafter in llm.engine.drafting.drafters.items():

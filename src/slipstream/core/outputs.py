@@ -223,8 +223,6 @@ class Snapshot:
     late: Mapping[str, int] = field(default_factory=dict)  # by host drafter: steps that did not wait for it
     unrecorded: Mapping[str, int] = field(default_factory=dict)
     """By device drafter: shapes of its drafts that run without a graph; the log says why."""
-    ahead_taken: int = 0  # drafts that the device began before their step was planned, and that the step used
-    ahead_wasted: int = 0  # … and that it did not use
     dropped: Mapping[str, str] = field(default_factory=dict)  # host drafters that are asked no more, and why
     drops: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """By drafter and reason (raised, invalid, late, unread): answers that went on without it."""

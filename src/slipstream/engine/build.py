@@ -23,11 +23,12 @@ from slipstream.drafters import (
 from slipstream.drafters.base import DeviceDrafter, Drafter, Opening
 from slipstream.drafters.opening import WAYS, auto_specs, expanded, is_shipped_for, naming, with_shipped
 from slipstream.engine.config import EngineConfig
-from slipstream.engine.engine import Engine
+from slipstream.engine.eager import EagerBackend
 from slipstream.engine.measuring import known_costs
 from slipstream.engine.memory import plan_memory
-from slipstream.engine.queued import QueuedEngine
+from slipstream.engine.queued import QueuedBackend
 from slipstream.engine.requests import Loaded
+from slipstream.engine.step import Engine
 from slipstream.engine.warming import warm_up
 from slipstream.kernels.gpu.jit import has_kernels
 from slipstream.models.describe import SHARES, check_supported, max_positions_of
@@ -182,13 +183,13 @@ def build(
         "decoder": tokenizer,
     }
     if config.rounds == "queued" or (config.rounds is None and has_kernels(where)):
-        engine: Engine = QueuedEngine(target, drafters, graphs=config.graphs, progress=progress, **given)
+        engine = Engine(target, drafters, backend=QueuedBackend, graphs=config.graphs, progress=progress, **given)
     else:
-        engine = Engine(target, drafters, **given)
+        engine = Engine(target, drafters, backend=EagerBackend, **given)
     costs = known_costs(engine, path, config.measure_costs, progress)
     if costs is not None:
         engine.drafting.planner.adopt(costs)
-    if config.warm_up and isinstance(engine, QueuedEngine):
+    if config.warm_up:
         warm_up(engine, progress)
     engine.drafting.caution = target.remark
     with naming_model(path):

@@ -1,44 +1,43 @@
-"""What device drafters do in a round, recorded by itself: the same for all rounds of as many requests.
+"""The draft loops of device drafters, captured apart from the passes that verify them.
 
-A draft loop is many launches, so recording one takes longer than a round. It knows nothing of the pass that follows it:
-how many rows that has changes from round to round, and must not make the loop be recorded again.
+A loop is many launches, so capturing it takes longer than capturing a pass. It does not depend on the number of rows of
+the pass, which changes from step to step, so one loop serves all steps with as many requests.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from slipstream.core.draft import MAX_NODES
-from slipstream.drafters.base import DeviceDrafter, DeviceTree, DraftRound
-from slipstream.engine.odds import Odds, OddsRoom
+from slipstream.drafters.base import DeviceDrafter, DeviceTree, Drafter, DraftRound
+from slipstream.engine.caps import judged_nodes, made_for
 from slipstream.kernels.gpu.rows import RECENT, LaneState
 from slipstream.models.graphs import captured
 from slipstream.sampling.table import Features, is_stale
 
-_TREES = (4, 8, 16, 32, MAX_NODES)
-"""Nodes of trees that are made: a round takes the first of them. Few, since each size is recorded by itself. Trees that
-grow by levels have as many as they can: it is their levels that cost time."""
+_TREE_SIZES = (4, 8, 16, 32, MAX_NODES)
+"""Nodes of captured trees; a step uses the first ones. Trees that grow by levels have the most nodes, since it is their
+levels that cost time."""
 _CROWD = 8
-"""From so many requests on it is their rows: trees of few nodes are made as such, and no more is read again than must
-be."""
-_FEW = 4
+"""Requests from which the rows of trees cost time: small trees are then captured as such, and no tokens are reread
+without need."""
+_SMALL_TREE = 4
+_MOST = 128
+"""Loops that are kept; the least recently used are dropped."""
 
 _log = logging.getLogger(__name__)
 
-_MOST = 128
-"""Loops that are kept; those that were not used for longest are let go."""
-
 
 class DraftSize(NamedTuple):
-    """A device drafter that guesses in a round, and how many nodes it may give a request."""
+    """The size of a device drafter's drafts in a step."""
 
     drafter: str
-    nodes: int
+    nodes: int  # most for one request
     levels: int = 0  # of trees, at most; 0: chains
 
     @property
@@ -51,25 +50,81 @@ Drafts = tuple[DraftSize, ...]
 
 
 class DraftFailed(Exception):
-    """A device drafter raised; the message is its name, and the cause what it raised."""
+    """A device drafter raised. The message is its name, the cause is what it raised."""
 
 
 class LoopShape(NamedTuple):
-    """What a recorded loop depends on."""
+    """What a captured loop depends on."""
 
     requests: int
-    keys: int  # keys that a row sees at most
+    keys: int  # most keys that a row sees
     features: Features
     version: int  # of the sampling table's tensors
     drafts: Drafts
-    recent: int = RECENT  # last tokens of one of them that may have to be read
+    recent: int = RECENT  # most last tokens of a request that are reread
+
+
+class QBuffer:
+    """Memory for distributions, shared by all steps, since these follow one another.
+
+    It grows when a part is asked for. A part stays valid for its owner: graphs captured over a smaller buffer keep it.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._rows = torch.zeros(0, vocab_size, device=device)
+
+    def part(self, requests: int, nodes: int) -> Tensor:  # [B, K, V] fp32
+        if self._rows.shape[0] < requests * nodes:
+            self._rows = self._rows.new_zeros(max(requests * nodes, 2 * self._rows.shape[0]), self._rows.shape[1])
+        return self._rows[: requests * nodes].view(requests, nodes, -1)
+
+
+class NodeQ(NamedTuple):
+    """The distributions that a step's nodes were drawn from, for rejection sampling, in static tensors."""
+
+    q: Tensor  # [B, K, V] fp32: valid if drawn
+    drawn: Tensor  # [B, K] bool: False for nodes of drafters that report none, which count as certain (q = 1)
+
+    @staticmethod
+    def empty(q: Tensor) -> NodeQ:
+        return NodeQ(q, torch.zeros(q.shape[:2], dtype=torch.bool, device=q.device))
+
+    def clear(self) -> None:
+        self.drawn.zero_()
+
+    def take(self, q: Tensor, mine: Tensor) -> None:
+        """Take a drafter's distributions [B, M, V] for the requests that it drafts for alone (mine [B, 1])."""
+        nodes = q.shape[1]
+        own, drawn = self.q[:, :nodes], self.drawn[:, :nodes]
+        torch.where(mine[:, :, None], q, own, out=own)
+        drawn.logical_or_(mine)
+
+    def take_merged(self, q: Tensor, owners: Tensor, number: int) -> None:
+        """Take the distributions [B, M, V] of a chain that was just merged; owners [B, K]: as in `Union`.
+
+        A node that another drafter proposed before keeps its distribution, since the later one is not tried. A chain's
+        nodes stand in the union in the chain's own order.
+        """
+        place = ((owners >> number) & 1).cumsum(1).sub_(1).clamp_(0, q.shape[1] - 1)  # [B, K]: the chain's node
+        new = owners == 1 << number  # [B, K]
+        told = q.gather(1, place[:, :, None].expand(-1, -1, q.shape[2]))
+        torch.where(new[:, :, None], told, self.q, out=self.q)
+        self.drawn.logical_or_(new)
+
+
+def q_bytes(drafters: Sequence[Drafter], draft_tokens: int | None, requests: int, vocab_size: int) -> int:
+    """The most memory for distributions: by drafter, and once more by node."""
+    telling = [drafter for drafter in drafters if drafter.needs.probabilities]
+    nodes = judged_nodes(drafters, draft_tokens)
+    drawn = sum(nodes if draft_tokens is not None else made_for(drafter) for drafter in telling)
+    return (nodes + drawn) * requests * vocab_size * 4 if telling else 0
 
 
 class DraftLoop:
-    """One shape's static tensors, and the guesses that are made in them."""
+    """The static tensors of one shape, and the guesses in them."""
 
     def __init__(
-        self, shape: LoopShape, state: LaneState, drafters: dict[str, DeviceDrafter], rooms: Mapping[str, OddsRoom]
+        self, shape: LoopShape, state: LaneState, drafters: dict[str, DeviceDrafter], buffers: Mapping[str, QBuffer]
     ) -> None:
         device = state.length.device
         self._lanes = torch.full((shape.requests,), state.trash, dtype=torch.int64, device=device)
@@ -80,24 +135,19 @@ class DraftLoop:
             tokens.clone() if drafters[size.drafter].makes_trees else None
             for size, tokens in zip(shape.drafts, self.guesses, strict=True)
         ]  # None: chains
-        asked = rooms if shape.features.rejection else {}
+        asked = buffers if shape.features.rejection else {}
         self.q = [asked[name].part(shape.requests, nodes) if name in asked else None for name, nodes, _ in shape.drafts]
         self.shape = shape
         self._state, self._drafters = state, drafters
         self._replay: Callable[[], None] = self._work
 
     def run(self, lanes: Tensor) -> None:
-        """Guess for these requests [B]; `guesses` and `parents` have one tensor a drafter."""
+        """Guess for these requests [B]; `guesses` and `parents` have one tensor for each drafter."""
         self._lanes.copy_(lanes)
         self._replay()
 
-    def serves(self, shape: LoopShape) -> bool:
-        """Are its guesses those of this shape as well? More keys, or more to be read, change nothing."""
-        enough = self.shape.keys >= shape.keys and self.shape.recent >= shape.recent
-        return enough and self.shape._replace(keys=shape.keys, recent=shape.recent) == shape
-
     def record(self, pool: Any) -> Exception | None:
-        """As one launch from now on; as it stands where a drafter looks at values on the host, say: returns why."""
+        """Capture the loop as a graph. Returns why it could not be captured: it then runs launch by launch."""
         try:
             self._replay = captured(self._work, pool)
         except DraftFailed:
@@ -127,10 +177,10 @@ class DraftLoop:
 
 
 class DraftLoops:
-    """An engine's draft loops by shape, recorded when a shape comes for the first time.
+    """An engine's draft loops by shape. Each is made when its shape first comes.
 
-    note: hears when one is made. pool: memory that graphs share; None: nothing is recorded. vocab_size: of the target.
-    unrecorded: counts, by drafter, the loops that could not be recorded. say: is told of the first one.
+    note: called for each new loop. pool: memory of the graphs; None: nothing is captured. unrecorded: counts loops that
+    could not be captured, by drafter. say: told of the first one.
     """
 
     def __init__(
@@ -145,52 +195,53 @@ class DraftLoops:
     ) -> None:
         self._state, self._drafters, self._pool, self._note = state, drafters, pool, note
         telling = [name for name, drafter in drafters.items() if drafter.needs.probabilities]
-        self._rooms = {name: OddsRoom(vocab_size, state.length.device) for name in telling}
-        self._room = OddsRoom(vocab_size, state.length.device)  # of whole rounds, whoever drafted
+        self._buffers = {name: QBuffer(vocab_size, state.length.device) for name in telling}
+        self._nodes_buffer = QBuffer(vocab_size, state.length.device)
         self._loops: dict[LoopShape, DraftLoop] = {}
         self._unrecorded = {} if unrecorded is None else unrecorded
         self._say = say
         self.makes_trees = frozenset(name for name, drafter in drafters.items() if drafter.makes_trees)
 
-    def odds(self, requests: int, nodes: int) -> Odds | None:
-        """What the nodes of a round were drawn from; None: there is no drafter that tells it."""
-        return Odds.empty(self._room.part(requests, nodes)) if self._rooms else None
+    def node_q(self, requests: int, nodes: int) -> NodeQ | None:
+        """Tensors for the distributions of a step's nodes; None if no drafter reports any."""
+        return NodeQ.empty(self._nodes_buffer.part(requests, nodes)) if self._buffers else None
 
     def of(self, shape: LoopShape) -> DraftLoop:
-        """Raises `DraftFailed` where a drafter cannot. Trees may have more nodes than was asked for."""
-        shape = self.made(shape)
+        """The loop of this shape; its trees may have more nodes. Raises `DraftFailed` if a drafter fails."""
+        shape = self._captured_shape(shape)
         found = self._loops.pop(shape, None)
         if found is None:
-            found = DraftLoop(shape, self._state, self._drafters, self._rooms)
+            found = DraftLoop(shape, self._state, self._drafters, self._buffers)
             if self._pool is not None and (why := found.record(self._pool)) is not None:
-                self._complain([size.drafter for size in shape.drafts], why)
+                self._warn([size.drafter for size in shape.drafts], why)
             self._note()
             kept = [(s, loop) for s, loop in self._loops.items() if not is_stale(s.version, shape.version)]
             self._loops = dict(kept[1 - _MOST :])
-        self._loops[shape] = found  # the last is the one used last
+        self._loops[shape] = found  # the most recently used is last
         return found
 
-    def find(self, shape: LoopShape) -> DraftLoop | None:
-        """The same where it was made before. It is used, too, and so kept: a draft begun ahead asks for no other."""
-        shape = self.made(shape)
-        found = self._loops.pop(shape, None)
-        if found is not None:
-            self._loops[shape] = found
-        return found
-
-    def made(self, shape: LoopShape) -> LoopShape:
-        """The shape of the loop that serves this one: trees come in few sizes."""
+    def _captured_shape(self, shape: LoopShape) -> LoopShape:
+        """The shape that serves this one: numbers of reread tokens and sizes of trees are rounded up."""
         crowd = shape.requests >= _CROWD
         drafters = [self._drafters[size.drafter] for size in shape.drafts]
         fewer = {count for drafter in drafters if crowd or not drafter.grows for count in drafter.fewer_rereads}
         recent = min([count for count in fewer if count >= shape.recent], default=RECENT)
         drafts = shape.drafts
         if any(size.levels for size in drafts):
-            drafts = tuple(self._made(size, crowd) for size in drafts)
+            drafts = tuple(self._captured_size(size, crowd) for size in drafts)
         return shape._replace(drafts=drafts, recent=recent)
 
-    def _complain(self, names: list[str], why: Exception) -> None:
-        """They draft on, launch by launch: slower, which nobody would understand who is not told. Once is enough."""
+    def _captured_size(self, size: DraftSize, crowd: bool) -> DraftSize:
+        drafter = self._drafters[size.drafter]
+        if not drafter.makes_trees:
+            return size
+        most = drafter.most_at(size.levels)
+        if drafter.grows:
+            return size._replace(nodes=min(_SMALL_TREE, most) if crowd and size.nodes <= _SMALL_TREE else most)
+        return size._replace(nodes=min(next(nodes for nodes in _TREE_SIZES if nodes >= size.nodes), most))
+
+    def _warn(self, names: list[str], why: Exception) -> None:
+        """Count a loop that runs launch by launch, and say so the first time: it is slower."""
         is_known = all(name in self._unrecorded for name in names)
         for name in names:
             self._unrecorded[name] = self._unrecorded.get(name, 0) + 1
@@ -199,12 +250,3 @@ class DraftLoops:
             text = f"{slow} ({type(why).__name__}: {why})"
             _log.warning("%s", text)
             self._say(text)
-
-    def _made(self, size: DraftSize, crowd: bool) -> DraftSize:
-        drafter = self._drafters[size.drafter]
-        if not drafter.makes_trees:
-            return size
-        most = drafter.most_at(size.levels)
-        if drafter.grows:
-            return size._replace(nodes=min(_FEW, most) if crowd and size.nodes <= _FEW else most)
-        return size._replace(nodes=min(next(nodes for nodes in _TREES if nodes >= size.nodes), most))

@@ -1,12 +1,16 @@
-"""The drafters of an engine: they are asked here, planned for, told of verdicts, and dropped where they fail."""
+"""The drafters of an engine: planned for, asked, told of verdicts, and dropped if they fail.
+
+A drafter that is late, raises or returns nonsense is dropped for that request, which goes on. It is counted, logged
+once, and named in the request's `why`. With `strict` its error is raised between two steps instead.
+"""
 
 from __future__ import annotations
 
 import functools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeVar, cast, get_args
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeVar, cast, get_args
 
 import torch
 
@@ -17,27 +21,40 @@ from slipstream.core.verdict import Verdict
 from slipstream.drafters import chosen_for, names_of
 from slipstream.drafters.base import DeviceDrafter, Drafter, DraftRequest, HostDrafter
 from slipstream.drafters.guard import DrafterGuard, Failure, FailureLog
-from slipstream.engine.caps import NodeCaps
+from slipstream.engine.caps import DraftRoom, NodeCaps, Traits, judged_nodes
 from slipstream.engine.chunks import Chunk
 from slipstream.engine.constraining import Constraining, forced_tokens
 from slipstream.engine.draft_loops import DraftFailed, Drafts, DraftSize
+from slipstream.engine.drafts import Gathered, Plan
+from slipstream.engine.flight import StepTimes
 from slipstream.engine.following import Following
-from slipstream.engine.gathering import Found, Gathering
-from slipstream.engine.listening import Offered, RoundListener, RoundTimes
-from slipstream.engine.plans import Drafted, Gathered, Group, Guesses, Plan
 from slipstream.engine.reasons import COMPARED, Decode, Outcomes, note_plan
-from slipstream.engine.room import DraftRoom
 from slipstream.engine.state import Answer, Copied
 from slipstream.kv.pages import PageCopy
 from slipstream.models.batch import PassBatch
 from slipstream.plan.planner import Planner
-from slipstream.plan.types import Load, StepSeen, TreeSeen, Turn
+from slipstream.plan.types import Budget, Levels, Load, Offer, StepSeen, TreeSeen, Turn
 
 T = TypeVar("T")
 
 
+class _Group(NamedTuple):
+    """The requests of a step that one drafter may guess for."""
+
+    drafter: str
+    requests: list[int]  # their numbers in the step
+    answers: list[Answer]
+    caps: list[int]  # most nodes of each
+    used: list[int]  # nodes that other drafters gave already
+    size: int  # requests of the step
+
+
 class Drafting:
-    """Calls the drafters. Whatever they do, every decoding request gets a draft, if only an empty one."""
+    """Calls the drafters. Whatever they do, every decoding request gets a draft, if only an empty one.
+
+    default: the drafter of requests that name none. auto: the drafters that the name `auto` stands for. reserve,
+    places: as in `DraftRoom` and `NodeCaps`. decode: token ids to text, for explanations.
+    """
 
     def __init__(
         self,
@@ -56,44 +73,43 @@ class Drafting:
         decode: Decode = lambda _: "",
         strict: bool = False,
     ) -> None:
-        """strict: raise what a drafter raises, instead of dropping it."""
         self.drafters = dict(drafters)
         self.default = default
-        self.auto = tuple(auto)  # what requests mean by this name
+        self.auto = tuple(auto)
         self.planner = planner
-        self.totals = {name: DrafterStats() for name in drafters}  # of all requests since the engine began
-        self.undrafted = dict.fromkeys(get_args(Undrafted), 0)  # rounds of a request without a drafter's guesses
-        self._outcomes = Outcomes(self.undrafted, self.totals)
+        self.enabled = True  # False: no drafts for any request until it is True again
+        self.caution = ""  # a warning about the model, for the `why` of every answer
+        self.traits = {name: Traits.of(drafter) for name, drafter in drafters.items()}
+        self._reading = frozenset(name for name, traits in self.traits.items() if traits.reads_choices)
+        self.totals = {name: DrafterStats() for name in drafters}
+        self.undrafted = dict.fromkeys(get_args(Undrafted), 0)  # by reason: requests without a drafter's guesses
         self.drops = {name: Counter[str]() for name in drafters}  # by reason: answers that went on without it
-        self.raised: DrafterError | None = None  # the last error of a drafter that failed requests of a strict engine
+        self.raised: DrafterError | None = None  # the last error that failed the requests of a strict engine
         self._log = FailureLog(strict=strict)
-        hosts = {n: d for n, d in drafters.items() if isinstance(d, HostDrafter)}
+        hosts = {name: drafter for name, drafter in drafters.items() if isinstance(drafter, HostDrafter)}
         self.guards = {name: DrafterGuard(drafter, vocab_size, self._log) for name, drafter in hosts.items()}
-        self.on_device = frozenset(n for n, d in drafters.items() if isinstance(d, DeviceDrafter))
         self.following = Following(drafters)
-        self._reading = frozenset(n for n, d in drafters.items() if d.needs.choices)
-        self._free = frozenset(n for n, d in drafters.items() if isinstance(d, HostDrafter) and not d.costly)
-        self._wholes = frozenset(n for n, d in drafters.items() if isinstance(d, HostDrafter) and d.whole)
-        self._grown: Mapping[str, int] = {}  # by drafter: levels of the trees that were planned last
-        self._telling = frozenset(n for n, d in drafters.items() if d.needs.probabilities)
-        self.guessed_s = 0.0  # what guesses on the host took in the last plan, of drafters that take time
-        self.round_s = 0.0  # how long a round took lately: what a late drafter is measured by
-        self.caution = ""  # what `why` says of every answer of this model
-        self.listener: RoundListener | None = None
-        self.records = False  # True: somebody wants all guesses, also those that cannot pay
-        self.enabled = True  # False: no drafts for anybody, until it is True again
-        self._resting: set[str] = set()  # host drafters that nobody waits for in this round
-        self._device = device
         self.constraining = Constraining(vocab_size, device)
         self.room = DraftRoom(reserve)
-        self._caps = NodeCaps(drafters, draft_tokens=draft_tokens, max_rows=max_rows, max_len=max_len, places=places)
-        self._gathering = Gathering(drafters, self._caps, self.room, self.following, self.undrafted)
+        self._caps = NodeCaps(
+            self.traits,
+            draft_tokens=draft_tokens,
+            judged_nodes=judged_nodes(list(drafters.values()), draft_tokens),
+            max_rows=max_rows,
+            max_len=max_len,
+            places=places,
+        )
+        self._outcomes = Outcomes(self.undrafted, self.totals)
         self._decode = decode
-        self._sources = {n: d.source for n, d in drafters.items() if isinstance(d, HostDrafter)}
-        self._failures: dict[str, dict[str, Failure]] = {}  # by drafter and request: what its next draft will hear of
+        self._resting: set[str] = set()  # host drafters that the planner does not ask in this step
+        self._failures: dict[str, dict[str, Failure]] = {}  # by drafter and request: not reported to the request yet
+        self._step_s = 0.0  # the last step, by which the deadline of host drafters is set
+        self._guessed_s = 0.0  # costly host drafters, in the plan under way
+
+    # --- requests come and go
 
     def start(self, answer: Answer) -> None:
-        """The answer is admitted: choose its drafter and tell it."""
+        """The answer was admitted: choose its drafters and start them."""
         wanted = answer.params.speculation
         named = wanted.drafter or chosen_for(self.default, bool(answer.prediction))
         names = names_of(named, self.auto) if wanted.enabled and named else ()
@@ -101,7 +117,7 @@ class Drafting:
             names = ()
         forced = None
         if answer.constraint is not None and wanted.enabled and "grammar" in self.drafters:
-            names = ("grammar", *[name for name in names if name != "grammar"])  # what is forced comes first
+            names = ("grammar", *[name for name in names if name != "grammar"])
             forced = functools.partial(forced_tokens, answer)
         answer.drafters = names
         if not names:
@@ -122,7 +138,7 @@ class Drafting:
             guard = self.guards.get(name)
             if guard is not None and guard.dropped is not None:
                 self._refuse(answer, name, guard.dropped)
-            self._guarded(name, [answer], functools.partial(self._voice(name).start, view))
+            self._guarded(name, [answer], functools.partial(self._callee(name).start, view))
 
     def stop(self, answer: Answer) -> None:
         """The answer ended or was preempted."""
@@ -131,154 +147,193 @@ class Drafting:
         self.room.forget(answer)
         self.planner.forget(answer.id)
         for name in answer.drafters:
-            self._guarded(name, [answer], functools.partial(self._voice(name).stop, answer.id))
+            self._guarded(name, [answer], functools.partial(self._callee(name).stop, answer.id))
             self._failures.get(name, {}).pop(answer.id, None)
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
-        for drafter in self.drafters.values():
-            if isinstance(drafter, DeviceDrafter):
-                drafter.copy_pages(copies)
+        for drafter in self._on_device():
+            drafter.copy_pages(copies)
 
     def clear_pages(self, pages: Sequence[int]) -> None:
-        for drafter in self.drafters.values():
-            if isinstance(drafter, DeviceDrafter):
-                drafter.clear_pages(pages)
+        for drafter in self._on_device():
+            drafter.clear_pages(pages)
 
-    def propose(self, decodes: Sequence[Answer]) -> Drafted:
-        """Drafts for the decoding requests. Reserves the pages that they need."""
-        gathered = Gathered(len(decodes))
-        guessed: dict[str, Guesses] = {}
-        self._choose_hosts(decodes)
-        for name, mine, budgets in self._gather(decodes, gathered, waits=True):
-            asked = DraftSize(name, max(budgets), gathered.levels.get(name, 0))
-            guessed[name] = Guesses(mine, self._ask(asked, [decodes[i] for i in mine], budgets))
-        return gathered.drafted(guessed, self._device)
+    def read(self, chunks: Sequence[Chunk], batch: PassBatch) -> None:
+        """The target computes these prompts: device drafters that follow their requests read along."""
+        following: dict[str, list[Answer]] = {}
+        for chunk in chunks:
+            for name in chunk.answer.drafters:
+                if self.traits[name].on_device and name not in chunk.answer.behind:
+                    following.setdefault(name, []).append(chunk.answer)
+        for name, answers in following.items():
+            self._guarded(name, answers, functools.partial(self._device(name).read, batch))
 
-    def plan(self, decodes: Sequence[Answer]) -> Plan:
-        """As `propose`, but what device drafters guess stays on the device: they are told how far to go."""
-        gathered = Gathered(len(decodes))
-        for _ in self._gather(decodes, gathered):
-            pass
-        return gathered.plan()
+    def catch_up(self, lagging: Mapping[str, Sequence[Answer]]) -> None:
+        """Let device drafters read what they missed of these requests."""
+        for name, answers in lagging.items():
+            views = [cast(DraftRequest, answer.view) for answer in answers]
+            known = [answer.behind.pop(name) for answer in answers]
+            self._guarded(name, answers, functools.partial(self._device(name).catch_up, views, known))
 
-    def _gather(
-        self, decodes: Sequence[Answer], gathered: Gathered, *, waits: bool = False
-    ) -> Iterator[tuple[str, list[int], list[int]]]:
-        """Ask the host drafters; yield each device drafter, its requests, and how many nodes it may guess for each.
+    # --- the plan of a step
 
-        waits: nothing else goes on while host drafters guess.
+    def waits(self, answers: Sequence[Answer]) -> bool:
+        """Whether the next step asks a host drafter for one of these, and so must know their tokens first."""
+        self._choose_hosts(answers)
+        if not self.enabled or self.planner.compares:
+            return False
+        asked = {name for name, guard in self.guards.items() if guard.dropped is None and name not in self._resting}
+        return any(name in asked and name not in a.refused for a in answers for name in a.drafters)
+
+    def plan(self, decodes: Sequence[Answer], *, waits: bool) -> Plan:
+        """Ask the host drafters for guesses, and decide the sizes of device drafters. Reserves pages for both.
+
+        waits: the device is idle meanwhile, so a host drafter costs the time that it takes.
         """
+        began = time.perf_counter()
         self.check()
-        self.guessed_s = 0.0
-        self._grown = gathered.levels
+        if waits:
+            self._choose_hosts(decodes)
+        self._guessed_s = 0.0
+        gathered = Gathered(len(decodes))
         load = Load(len(decodes), sum([len(answer.tokens) for answer in decodes]))
-        hosts, timed = self._groups(decodes)
-        if self.enabled and self.planner.compares:
+        asked: list[tuple[str, list[int]]] = []
+        if not self.enabled:
+            self.undrafted["off"] += len(decodes)
+        elif self.planner.compares:
             self._compare(decodes)
-            hosts, timed = [], []
         else:
-            self._count_idle(decodes)
-        for name, theirs in hosts:
-            found = self._gathering.group(self.planner, name, theirs, decodes, gathered)
-            if found is not None:
-                self._ask_host(found, found.group.caps, gathered, waits=waits)
-        for found, budget in self._gathering.budgets(self.planner, timed, decodes, gathered, load):
-            name = found.group.drafter
-            decision = self.planner.decision(name)
-            self._outcomes.weigh(name, decision, found.group.answers, found.group.caps, budget.nodes)
-            if name not in self.on_device:
-                self._ask_host(found, budget.nodes, gathered, waits=False)
-            elif any(nodes := self._gathering.granted(found, budget, gathered)):
-                yield name, found.requests, nodes
+            self._count_undrafted(decodes)
+            asked = self._asked(decodes)
+        for name, mine in asked:
+            if self.traits[name].is_free and (group := self._group(name, mine, decodes, gathered)) is not None:
+                self._ask_host(group, group.caps, gathered, waits=waits)
+        self._plan_timed([one for one in asked if not self.traits[one[0]].is_free], decodes, gathered, load)
+        return gathered.plan(time.perf_counter() - began, self._guessed_s)
 
-    def _ask_host(self, found: Found, caps: Sequence[int], gathered: Gathered, *, waits: bool) -> None:
-        gathered.hosts.append(found.group.drafter)
-        for i, tree in zip(found.requests, self._trees(found.group, caps, waits=waits), strict=True):
-            gathered.add(i, found.group.drafter, tree)
+    def ask(self, size: DraftSize, answers: Sequence[Answer], budgets: Sequence[int]) -> Draft | None:
+        """Let a device drafter guess now. None: it failed, and is dropped for these."""
+        drafter = self._device(size.drafter)
+        views = [cast(DraftRequest, answer.view) for answer in answers]
+        ask = functools.partial(drafter.propose_trees, levels=size.levels) if size.levels else drafter.propose
+        started = time.perf_counter()
+        draft = self._guarded(size.drafter, answers, lambda: ask(views, budgets))
+        self.check()
+        self.observe_draft(size, time.perf_counter() - started, len(answers))
+        return None if draft is None else self.constraining.lawful_chains(answers, draft)
+
+    def _choose_hosts(self, answers: Sequence[Answer]) -> None:
+        names = {name for answer in answers for name in answer.drafters if name in self.guards}
+        self._resting = {name for name in names if not self.planner.asks(name, len(answers))}
+
+    def _asked(self, decodes: Sequence[Answer]) -> list[tuple[str, list[int]]]:
+        """The drafters that may be asked, in their order, and their requests."""
+        groups: dict[str, list[int]] = {}
+        for i, answer in enumerate(decodes):
+            for name in answer.drafters:
+                is_known = not answer.queued or self.traits[name].on_device  # the host continues whole texts only
+                if is_known and name not in answer.refused and name not in self._resting:
+                    groups.setdefault(name, []).append(i)
+        return sorted(groups.items(), key=lambda group: self.traits[group[0]].turn)
+
+    def _group(self, name: str, mine: list[int], decodes: Sequence[Answer], gathered: Gathered) -> _Group | None:
+        """Cap a drafter's nodes; None if it may not guess for any of its requests."""
+        answers, used = [decodes[i] for i in mine], gathered.used_by(mine)
+        caps = self._caps.of(name, answers, used, len(decodes), exclusive=self.planner.exclusive)
+        self.undrafted["limited"] += caps.count(0)
+        if 0 in caps:
+            for answer, most in zip(answers, caps, strict=True):
+                if not most and name not in answer.decided:
+                    answer.decided[name] = self._caps.why_none(name, answer, len(decodes))
+        return _Group(name, mine, answers, caps, used, len(decodes)) if any(caps) else None
+
+    def _plan_timed(
+        self, timed: Sequence[tuple[str, list[int]]], decodes: Sequence[Answer], gathered: Gathered, load: Load
+    ) -> None:
+        """Let the planner size the drafters whose guesses take time.
+
+        An exclusive planner compares them all. Otherwise each has what the ones before it left.
+        """
+        if self.planner.exclusive:
+            groups = [group for one in timed if (group := self._group(*one, decodes, gathered)) is not None]
+            budgets = self.planner.plan([self._offer(group) for group in groups], load)
+            for group, budget in zip(groups, budgets, strict=True):
+                self._use(group, budget, gathered)
+            return
+        for one in timed:
+            if (group := self._group(*one, decodes, gathered)) is not None:
+                self._use(group, self.planner.plan([self._offer(group)], load)[0], gathered)
+
+    def _offer(self, group: _Group) -> Offer:
+        name, follows = group.drafter, self.following
+        lagging = follows.lags(name, group.answers, group.size) if follows.keeps(name) else ()
+        ids = [answer.id for answer in group.answers]
+        return Offer(name, ids, group.caps, self.traits[name].levels, frozenset(lagging))
+
+    def _use(self, group: _Group, budget: Budget, gathered: Gathered) -> None:
+        """Ask a costly host drafter within its budget, or grant a device drafter its nodes."""
+        name, traits = group.drafter, self.traits[group.drafter]
+        self._outcomes.weigh(name, self.planner.decision(name), group.answers, group.caps, budget.nodes)
+        if not traits.on_device:
+            self._ask_host(group, budget.nodes, gathered, waits=False)
+            return
+        parts = zip(group.answers, group.used, budget.nodes, strict=True)
+        nodes = [self.room.nodes(*part) for part in parts]
+        for i, count in zip(group.requests, nodes, strict=True):
+            gathered.grant(i, name, count)
+        if budget.levels and any(nodes):
+            gathered.levels[name] = _enough_levels(traits.levels, min(budget.levels, max(nodes)))
+
+    def _ask_host(self, group: _Group, caps: Sequence[int], gathered: Gathered, *, waits: bool) -> None:
+        """Add a host drafter's trees, cut to what pays and to what there are pages for."""
+        name, traits, answers = group.drafter, self.traits[group.drafter], group.answers
+        guard = self.guards[name]
+        views, ids = [cast(DraftRequest, answer.view) for answer in answers], [answer.id for answer in answers]
+        started = time.perf_counter()
+        guard.drafter.least_chance = self.planner.least_chance(group.size)
+        proposals = guard.propose(views, caps, self._step_s)
+        took = time.perf_counter() - started
+        gathered.hosts.append(name)
+        self._outcomes.fall_silent(name, answers, caps, proposals)
+        if not traits.is_free and any(caps):
+            self.planner.observe_draft(name, max(caps), took, sum(1 for most in caps if most))
+            self._guessed_s += took
+        self._note_failures(name, answers, proposals.failures)
+        trees: Sequence[Tree] = proposals.trees
+        promises: Sequence[Sequence[float] | None] = proposals.promises
+        if not traits.is_whole:
+            trees, promises = self.constraining.lawful(answers, trees, promises)
+        if traits.is_free:
+            trees = self.planner.trim(name, ids, trees, promises, group.size, whole=traits.is_whole)
+            self._outcomes.weigh(name, self.planner.decision(name), answers, proposals.trees, trees)
+        for i, answer, before, tree in zip(group.requests, answers, group.used, trees, strict=True):
+            if tree.tokens:
+                fitting = self.room.tree(answer, before, tree)
+                gathered.add(i, name, fitting)
+                if traits.source and fitting.tokens:
+                    answer.copied = Copied(name, traits.source, len(answer.tokens), fitting.tokens)
+        if waits:
+            self.planner.observe_wait(name, group.size, time.perf_counter() - started)
+
+    def _note_failures(self, name: str, answers: Sequence[Answer], found: Mapping[str, Failure]) -> None:
+        failures = self._failures.setdefault(name, {})
+        failures.update(found)  # also of requests whose prompt is still being computed
+        for answer in [answer for answer in answers if answer.id in failures]:
+            self._refuse(answer, name, failures.pop(answer.id))
+        if (dropped := self.guards[name].dropped) is not None:
+            for answer in answers:
+                self._refuse(answer, name, dropped)
+        self.check()
 
     def _compare(self, decodes: Sequence[Answer]) -> None:
-        """All go without, so that there is something to compare drafted steps with."""
+        """A plain step, to compare drafted ones with."""
         for answer in decodes:
             self.undrafted["plain"] += len(answer.drafters)
             for name in answer.drafters:
                 answer.decided.setdefault(name, COMPARED)
 
-    def fail(self, answers: Sequence[Answer], failed: DraftFailed) -> None:
-        """A device drafter failed inside a round: it drafts for none of these any more."""
-        name = str(failed)
-        self.drop([answer for answer in answers if name in answer.drafters], name, failed.__cause__ or failed)
-        self.check()
-
-    def drop(self, answers: Sequence[Answer], name: str, error: BaseException) -> None:
-        """A drafter raised. A strict engine raises it between two steps, where nothing is half done."""
-        failure = Failure.of(error)
-        self._log.note(name, failure, error)
-        for answer in answers:
-            self._refuse(answer, name, failure)
-
-    def read(self, chunks: Sequence[Chunk], batch: PassBatch) -> None:
-        """The target computes these prompts: device drafters that will draft for one of them read along."""
-        for name, mine in self.reading_along(chunks).items():
-            drafter = cast(DeviceDrafter, self.drafters[name])
-            self._guarded(name, mine, functools.partial(drafter.read, batch))
-
-    def reading_along(self, chunks: Sequence[Chunk]) -> dict[str, list[Answer]]:
-        """By device drafter: those of these for whom it will draft."""
-        mine: dict[str, list[Answer]] = {}
-        for chunk in chunks:
-            for name in chunk.answer.drafters:
-                if name in self.on_device and name not in chunk.answer.behind:
-                    mine.setdefault(name, []).append(chunk.answer)
-        return mine
-
-    def catch_up(self, lagging: Mapping[str, Sequence[Answer]]) -> None:
-        """These were decoded without drafts of theirs for a while: let device drafters read what they missed."""
-        for name, answers in lagging.items():
-            drafter = self.drafters[name]
-            assert isinstance(drafter, DeviceDrafter)
-            views = [cast(DraftRequest, answer.view) for answer in answers]
-            known = [answer.behind.pop(name) for answer in answers]
-            self._guarded(name, answers, functools.partial(drafter.catch_up, views, known))
-
-    def observe_catch_up(self, caught_up: Sequence[tuple[str, int]], seconds: float) -> None:
-        """By drafter: of how many requests it read what it had missed before a round, which took so much longer."""
-        for name, requests in caught_up:
-            self.planner.observe_catch_up(name, requests, seconds)
-
-    def waits(self, answers: Sequence[Answer]) -> bool:
-        """Is a host drafter asked for one of these in the next step, and so needs to know its tokens first?"""
-        self._choose_hosts(answers)
-        if not self.enabled or self.planner.compares:
-            return False
-        awake = {n for n, g in self.guards.items() if g.dropped is None and n not in self._resting}
-        return any(name in awake and name not in a.refused for a in answers for name in a.drafters)
-
-    def _choose_hosts(self, answers: Sequence[Answer]) -> None:
-        """Which host drafters are asked in the next step."""
-        names = {name for answer in answers for name in answer.drafters if name in self.guards}
-        self._resting = {n for n in names if not (self.records or self.planner.asks(n, len(answers)))}
-
-    def read_choices(self, answers: Sequence[Answer]) -> bool:
-        """Does somebody who drafts for one of these want to know what the target chose at every node?"""
-        return bool(self._reading) and any(not self._reading.isdisjoint(answer.drafters) for answer in answers)
-
-    def _groups(self, decodes: Sequence[Answer]) -> tuple[list[tuple[str, list[int]]], list[tuple[str, list[int]]]]:
-        """Drafters that may be asked and their requests: those whose guesses are free, and those that take time."""
-        groups: dict[str, list[int]] = {}
-        for i, answer in enumerate(decodes if self.enabled else ()):
-            for name in answer.drafters:
-                is_known = not answer.queued or name in self.on_device  # the host goes on from whole texts only
-                if is_known and name not in answer.refused and name not in self._resting:
-                    groups.setdefault(name, []).append(i)
-        ordered = self._gathering.ordered(groups)
-        free = [group for group in ordered if group[0] in self._free]
-        return free, ordered[len(free) :]
-
-    def _count_idle(self, decodes: Sequence[Answer]) -> None:
-        """Who goes without a drafter before anybody is asked."""
-        if not self.enabled:
-            self.undrafted["off"] += len(decodes)
-            return
+    def _count_undrafted(self, decodes: Sequence[Answer]) -> None:
+        """Count the requests that go without a drafter before any is asked."""
         self.undrafted["off"] += sum([not answer.drafters for answer in decodes])
         self.undrafted["failed"] += sum([len(answer.refused) for answer in decodes])
         for name in self._resting:
@@ -286,137 +341,84 @@ class Drafting:
                 if name in answer.drafters and name not in answer.refused:
                     self._outcomes.skip(name, answer)
 
-    def observe(
-        self, answers: Sequence[Answer], verdicts: Sequence[Verdict], grown: Mapping[str, int] | None = None
-    ) -> None:
-        """Tell drafters and planner how a round ended. grown: levels of its trees; None: it was planned last."""
-        grown = self._grown if grown is None else grown
+    # --- what became of it
+
+    def observe(self, answers: Sequence[Answer], verdicts: Sequence[Verdict], grown: Mapping[str, int]) -> None:
+        """Tell drafters and planner the verdicts of a step. grown: levels of the trees of its device drafters."""
         told: dict[str, tuple[list[Answer], list[Verdict]]] = {}
         for answer, verdict in zip(answers, verdicts, strict=True):
             authors, others = verdict.authors.names, verdict.undrafted() if verdict.drafted else verdict
             for name in answer.drafters:
                 share = verdict.share(name) if name in authors else others
                 if share.drafted:
-                    # of a tree no more can be accepted than it has levels
+                    # no more nodes of a tree can be accepted than it has levels
                     reached = min(share.drafted, grown.get(name, share.drafted))
-                    tree = TreeSeen(share.drafted, share.path) if self._gathering.levels[name] else None
+                    tree = TreeSeen(share.drafted, share.path) if self.traits[name].levels else None
                     self.planner.observe(name, answer.id, reached, share.accepted, tree)
-                if name not in told:
-                    told[name] = ([], [])
-                theirs, parts = told[name]
+                theirs, parts = told.setdefault(name, ([], []))
                 theirs.append(answer)
                 parts.append(share)
         for name, (theirs, parts) in told.items():
-            self._guarded(name, theirs, functools.partial(self._voice(name).observe, parts))
-
-    def _ask(self, size: DraftSize, answers: Sequence[Answer], budgets: Sequence[int]) -> Draft | None:
-        drafter = cast(DeviceDrafter, self.drafters[size.drafter])
-        views = [cast(DraftRequest, answer.view) for answer in answers]
-        ask = functools.partial(drafter.propose_trees, levels=size.levels) if size.levels else drafter.propose
-        started = time.perf_counter()
-        draft = self._guarded(size.drafter, answers, lambda: ask(views, budgets))
-        self.check()
-        self.observe_draft(size, time.perf_counter() - started, sum(1 for nodes in budgets if nodes))
-        return None if draft is None else self.constraining.lawful_chains(answers, draft)
+            self._guarded(name, theirs, functools.partial(self._callee(name).observe, parts))
 
     def observe_step(
         self,
         answers: Sequence[Answer],
         verdicts: Sequence[Verdict],
-        times: RoundTimes,
+        times: StepTimes,
         load: Load,
-        total_s: float,
         *,
-        waited: Sequence[str] = (),
-        wait_s: float = 0.0,
-        is_tree: bool = False,
+        waited: Sequence[str],
+        is_tree: bool,
     ) -> None:
-        """What a step took, as in `StepSeen`, and what it brought each request."""
-        self.round_s = times.draft + times.verify
+        """Tell the planner what a step took and brought. waited: host drafters that were asked."""
+        self._step_s = times.draft + times.verify
         parts = zip(answers, verdicts, strict=True)
         turns = [Turn(a.id, v.drafted, len(v.tokens), v.authors.names) for a, v in parts]
-        pass_s = times.verify - times.read
-        seen = StepSeen(load, turns, total_s, times.rows, pass_s, is_tree, waited, wait_s, times.read, times.hoped)
+        read_s = times.read or 0.0
+        total_s, pass_s = times.total - read_s, times.verify - read_s
+        gain, wait_s = times.expected_gain, times.waited
+        seen = StepSeen(load, turns, total_s, times.rows, pass_s, is_tree, waited, wait_s, read_s, gain)
         self.planner.observe_step(seen)
 
     def observe_draft(self, size: DraftSize, seconds: float, requests: int) -> None:
-        """A device drafter took this long to guess so much for each of some requests."""
-        name, nodes, levels = size
-        self.planner.observe_draft(name, levels or nodes, seconds, requests)
-        if self.listener is not None:
-            self.listener.drew(name, levels or nodes, seconds)
+        """Tell the planner what a device drafter took to guess for these requests."""
+        self.planner.observe_draft(size.drafter, size.levels or size.nodes, seconds, requests)
+
+    def read_choices(self, answers: Sequence[Answer]) -> bool:
+        """Whether a drafter of one of these reads the target's choice at every node."""
+        return bool(self._reading) and any(not self._reading.isdisjoint(answer.drafters) for answer in answers)
 
     def tells_q(self, drafts: Drafts) -> bool:
-        """Does one of these device drafters tell what it draws from?"""
-        return any(size.drafter in self._telling for size in drafts)
+        """Whether one of these device drafters reports distributions."""
+        return any(self.traits[size.drafter].tells_q for size in drafts)
 
     def makes_trees(self, drafts: Drafts) -> bool:
-        """Does one of these device drafters guess trees?"""
         return any(size.levels for size in drafts)
 
-    def _trees(self, group: Group, caps: Sequence[int], *, waits: bool) -> list[Tree]:
-        """What a host drafter guesses, cut to what pays and to what there are pages for."""
-        name, answers, _, used, rows = group
-        views, ids = [cast(DraftRequest, answer.view) for answer in answers], [answer.id for answer in answers]
-        is_free, whole = name in self._free, name in self._wholes
-        started = time.perf_counter()
-        self.guards[name].drafter.least_chance = 0.0 if self.records else self.planner.least_chance(rows)
-        proposals = self.guards[name].propose(views, caps, self.round_s)
-        self._outcomes.fall_silent(name, answers, caps, proposals)
-        took = time.perf_counter() - started
-        if self.listener is not None:
-            self.listener.offered(Offered(name, answers, caps, proposals.trees, proposals.promises, took))
-        if not is_free and any(caps):
-            self.planner.observe_draft(name, max(caps), took, sum(1 for most in caps if most))
-            self.guessed_s += took
-        failures = self._failures.setdefault(name, {})
-        failures.update(proposals.failures)  # also of requests whose prompt is still being computed
-        for answer in [answer for answer in answers if answer.id in failures]:
-            self._refuse(answer, name, failures.pop(answer.id))
-        if (dropped := self.guards[name].dropped) is not None:
-            for answer in answers:
-                self._refuse(answer, name, dropped)
+    # --- failures
+
+    def fail(self, answers: Sequence[Answer], failed: DraftFailed) -> None:
+        """Drop a device drafter that failed inside a step."""
+        name = str(failed)
+        self.drop([answer for answer in answers if name in answer.drafters], name, failed.__cause__ or failed)
         self.check()
-        trees: Sequence[Tree] = proposals.trees
-        promises: Sequence[Sequence[float] | None] = proposals.promises
-        if not whole:
-            lawful = self.constraining.lawful(answers, trees, promises)
-            trees, promises = lawful.trees, lawful.promises
-        if is_free:
-            trees = self.planner.trim(name, ids, trees, promises, rows, whole=whole)
-            self._outcomes.weigh(name, self.planner.decision(name), answers, proposals.trees, trees)
-        source, fitting = self._sources[name], list(trees)
-        for i, (answer, before, tree) in enumerate(zip(answers, used, trees, strict=True)):
-            if tree.tokens:
-                fitting[i] = self.room.tree(answer, before, tree)
-                if source and fitting[i].tokens:
-                    answer.copied = Copied(name, source, len(answer.tokens), fitting[i].tokens)
-        if waits:
-            self.planner.observe_wait(name, rows, time.perf_counter() - started)
-        return fitting
 
-    def _voice(self, name: str) -> DrafterGuard | Drafter:
-        """Whom to call: a host drafter's guard, which takes care of its failures, or the device drafter itself."""
-        return self.guards.get(name) or self.drafters[name]
+    def drop(self, answers: Sequence[Answer], name: str, error: BaseException) -> None:
+        """Drop a drafter that raised, for these answers."""
+        failure = Failure.of(error)
+        self._log.note(name, failure, error)
+        for answer in answers:
+            self._refuse(answer, name, failure)
 
-    def _guarded(self, name: str, answers: Sequence[Answer], action: Callable[[], T]) -> T | None:
-        """Call a drafter. One that raises is dropped for these requests, which go on undrafted."""
-        try:
-            return action()
-        except Exception as error:
-            self.drop(answers, name, error)
-            return None
-
-    def _refuse(self, answer: Answer, name: str, failure: Failure) -> None:
-        """It drafts for this answer no more."""
-        if name not in answer.refused:
-            answer.refused[name] = failure.why
-            answer.output.speculation.of(name).failures += 1
-            self.totals[name].failures += 1
-            self.drops[name][failure.reason] += 1
+    def check(self) -> None:
+        """Raise a drafter's error since the last call, if the engine is strict."""
+        if (error := self._log.error) is not None:
+            self.raised, self._log.error = error, None
+            raise error
 
     def failure(self) -> DrafterError | None:
-        """The error that `check` will raise in a strict engine. Waits for drafters that have threads of their own."""
+        """The error that `check` will raise. Waits for drafters with threads of their own."""
         if self._log.strict:
             for guard in self.guards.values():
                 guard.settle()
@@ -428,8 +430,34 @@ class Drafting:
         self.failure()
         self._log.error = None
 
-    def check(self) -> None:
-        """Raise what a drafter did wrong since the last call, if the engine is strict."""
-        if (error := self._log.error) is not None:
-            self.raised, self._log.error = error, None
-            raise error
+    def _guarded(self, name: str, answers: Sequence[Answer], action: Callable[[], T]) -> T | None:
+        """Call a drafter. One that raises is dropped for these requests."""
+        try:
+            return action()
+        except Exception as error:
+            self.drop(answers, name, error)
+            return None
+
+    def _refuse(self, answer: Answer, name: str, failure: Failure) -> None:
+        if name not in answer.refused:
+            answer.refused[name] = failure.why
+            answer.output.speculation.of(name).failures += 1
+            self.totals[name].failures += 1
+            self.drops[name][failure.reason] += 1
+
+    def _callee(self, name: str) -> DrafterGuard | Drafter:
+        """A host drafter's guard, which handles its failures, or the device drafter itself."""
+        return self.guards.get(name) or self.drafters[name]
+
+    def _device(self, name: str) -> DeviceDrafter:
+        drafter = self.drafters[name]
+        assert isinstance(drafter, DeviceDrafter)
+        return drafter
+
+    def _on_device(self) -> list[DeviceDrafter]:
+        return [drafter for drafter in self.drafters.values() if isinstance(drafter, DeviceDrafter)]
+
+
+def _enough_levels(choices: Sequence[Levels], levels: int) -> int:
+    """The smallest choice with at least this many levels."""
+    return next(one.deep for one in choices if one.deep >= levels)

@@ -1,6 +1,7 @@
-"""Where an answer ends: end-of-text, stop ids, stop strings and limits, also in the middle of an accepted run.
+"""From a verdict to an answer's output: tokens, text, log probabilities, and where the answer ends.
 
-Text, ids, log probabilities and counts are cut at the same token; nothing comes after.
+Ends are end-of-text, stop ids, stop strings and limits, also in the middle of an accepted run. Text, ids, log
+probabilities and counts are cut at the same token; nothing comes after.
 """
 
 from __future__ import annotations
@@ -8,9 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
+import torch
+from torch import Tensor
+
 from slipstream.core.outputs import Logprob, Origin
 from slipstream.core.verdict import Verdict
 from slipstream.engine.state import Answer
+from slipstream.engine.text import Decoder
+from slipstream.sampling.choose import raw_logprobs
 
 
 def emit(answer: Answer, verdict: Verdict, logprobs: Sequence[Mapping[int, Logprob]] | None, max_len: int) -> None:
@@ -51,3 +57,50 @@ def _origin(answer: Answer, verdict: Verdict, place: int) -> Origin:
     """Whose token it is. The round is counted when it is over."""
     depth = place + 1 if place < verdict.accepted else 0
     return Origin(answer.output.speculation.rounds + 1, depth, verdict.guessers(place), answer.text.length)
+
+
+Position = Mapping[int, Logprob]
+
+
+class LogprobReader:
+    """Reads log probabilities of the raw model, before temperature, penalties and masks, for requests that asked."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+
+    def read(
+        self,
+        answers: Sequence[Answer],
+        verdicts: Sequence[Verdict],
+        logits: Tensor | None,  # [R, V]
+        row_of: Tensor | None,  # [E, K + 1]: the row of each answer's root (column 0) and nodes
+    ) -> list[list[Position] | None]:
+        """For each answer the log probabilities of its emitted tokens; None if it did not ask."""
+        wanted = [i for i, answer in enumerate(answers) if answer.params.logprobs is not None]
+        out: list[list[Position] | None] = [None] * len(verdicts)
+        if not wanted or logits is None or row_of is None:
+            return out
+        chosen = [token for i in wanted for token in verdicts[i].usable]
+        if not chosen:
+            return out
+        nodes = {i: (0, *[1 + node for node in verdicts[i].path]) for i in wanted}  # the columns of emitted tokens
+        cells = [(i, column) for i in wanted for column in nodes[i][: len(verdicts[i].usable)]]
+        rows = row_of[tuple(torch.tensor(cells, device=row_of.device).T)].to(logits.device)
+        counts = {i: answers[i].params.logprobs or 0 for i in wanted}
+        raw = raw_logprobs(logits[rows], torch.tensor(chosen, device=logits.device), max(counts.values()))
+        values, ranks = raw.chosen.tolist(), raw.ranks.tolist()
+        top_ids, top_values = raw.top_ids.tolist(), raw.top.tolist()
+        at = 0
+        for i in wanted:
+            positions: list[Position] = []
+            for token in verdicts[i].usable:
+                top = dict(zip(top_ids[at][: counts[i]], top_values[at][: counts[i]], strict=True))
+                entry = {t: Logprob(value, rank + 1, self._text(t)) for rank, (t, value) in enumerate(top.items())}
+                entry.setdefault(token, Logprob(values[at], ranks[at], self._text(token)))
+                positions.append(entry)
+                at += 1
+            out[i] = positions
+        return out
+
+    def _text(self, token: int) -> str:
+        return self._decoder.decode([token], skip_special_tokens=False)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from slipstream.core.verdict import Verdict
 from slipstream.drafters.base import DeviceDrafter, Drafter
 from slipstream.engine.draft_loops import Drafts
-from slipstream.engine.plans import Plan
+from slipstream.engine.drafts import Plan
 from slipstream.engine.state import Answer
 
 
@@ -81,12 +81,6 @@ class Following:
             return []
         reaches = self._drafters[name].reaches(requests)
         return [answer.id for answer in behind if _most_tokens(answer) - answer.behind[name] > reaches]
-
-    def may_lag(self, answers: Sequence[Answer], drafts: Drafts) -> bool:
-        """Has one of these to be read to one of the drafters first?"""
-        names, count = [size.drafter for size in drafts], len(answers)
-        late = [(answer, name) for answer in answers if answer.behind for name in names if name in answer.behind]
-        return any(self._is_lagging(answer, name, count) for answer, name in late)
 
     def recent(self, answers: Sequence[Answer], drafts: Drafts) -> int:
         """Last tokens of one of these that drafts have to read. Who is further behind is not heeded: it stays so."""

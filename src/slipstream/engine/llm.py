@@ -18,11 +18,11 @@ from slipstream.core.params import SamplingParams
 from slipstream.core.vllm_names import ENGINE, from_vllm, takes_vllm_names
 from slipstream.engine.build import USUAL_DRAFTER, Built, DrafterChoice, build
 from slipstream.engine.config import EngineConfig, PlannerName, RoundsName, parse_share
-from slipstream.engine.engine import Engine
 from slipstream.engine.intake import Intake
 from slipstream.engine.loop import EngineLoop
 from slipstream.engine.requests import Prompt, check_text
 from slipstream.engine.state import Job
+from slipstream.engine.step import Engine
 from slipstream.engine.streams import Arrival, Listeners, OutputStream
 from slipstream.models.default import add_remedy
 from slipstream.models.headers import check_device_name, check_dtype_name

@@ -14,8 +14,8 @@ from contextlib import suppress
 from slipstream.core.errors import EngineDied, RequestError, device_failed
 from slipstream.core.interpreter import tidy
 from slipstream.core.outputs import Pulse, RequestOutput
-from slipstream.engine.engine import Engine
 from slipstream.engine.state import Job
+from slipstream.engine.step import Engine
 
 _CLOSED = "the engine is closed: make a new LLM"
 _log = logging.getLogger("slipstream.engine")

@@ -21,11 +21,11 @@ import torch
 
 import slipstream
 from slipstream.drafters.base import DeviceDrafter
+from slipstream.engine.caps import reach
 from slipstream.engine.draft_loops import DraftSize
-from slipstream.engine.engine import Engine
-from slipstream.engine.odds import reach
-from slipstream.engine.posing import Posed, Work, most_context, posed
-from slipstream.engine.queued import QueuedEngine
+from slipstream.engine.queued import QueuedBackend
+from slipstream.engine.rehearsal import Rehearsal, Work, most_context, rehearse
+from slipstream.engine.step import Engine
 from slipstream.models.parity import chip_name, code_digest
 from slipstream.models.paths import Progress, cache_folder
 from slipstream.plan.types import VERSION, Curve, DraftSeen, MeasuredCosts
@@ -81,8 +81,9 @@ def known_costs(
             progress(f"costs could not be measured ({type(error).__name__}: {error}): rounds will tell")
         return None
     finally:
-        as_they_stand = isinstance(engine, QueuedEngine) and engine.rounds.capture_again()  # what no graph was made of
-    if costs is not None and costs.is_steady and costs.is_whole and not as_they_stand:
+        backend = engine.backend
+        failed = isinstance(backend, QueuedBackend) and backend.rounds.capture_again()  # a round ran without a graph
+    if costs is not None and costs.is_steady and costs.is_whole and not failed:
         note.write(costs)
     return costs
 
@@ -101,7 +102,7 @@ def measure(engine: Engine, limit_s: float | None, progress: Progress | None = N
         progress(f"measuring what passes of the target cost {_KEPT}")
     most_s = limit_s if kind == "cpu" else None
     time_left = _TimeLeft(None if kind == "cpu" else limit_s)
-    with posed(engine, 1, _SHORT) as alone:
+    with rehearse(engine, 1, _SHORT) as alone:
         first_s = _seconds(alone, alone.target_pass(1), most_s)
     if most_s is not None:
         sizes = _within(sizes, first_s, most_s)
@@ -111,7 +112,7 @@ def measure(engine: Engine, limit_s: float | None, progress: Progress | None = N
     for rows in sizes:
         if len(found) >= _FEWEST and time_left.is_over():
             break
-        with posed(engine, -(-rows // ROWS), _SHORT) as scene:
+        with rehearse(engine, -(-rows // ROWS), _SHORT) as scene:
             found.append(_seconds(scene, scene.target_pass(rows)))
     curve = Curve(tuple(sizes[: len(found)]), tuple(found))
     key_s, row_key_s = (0.0, 0.0) if time_left.is_over() else _context(engine, curve)
@@ -119,7 +120,7 @@ def measure(engine: Engine, limit_s: float | None, progress: Progress | None = N
     for name, drafter in engine.drafting.drafters.items():
         if isinstance(drafter, DeviceDrafter) and (seen := _drafts(engine, name, drafter, progress, time_left)):
             drafts[name] = seen
-    with posed(engine, 1, _SHORT) as alone:
+    with rehearse(engine, 1, _SHORT) as alone:
         again = [first_s, found[0], _seconds(alone, alone.target_pass(1))]
     spread = max(again) / min(again)
     return MeasuredCosts(curve, key_s, row_key_s, drafts, spread < _STEADY, spread, not time_left.missed)
@@ -158,7 +159,7 @@ def _context(engine: Engine, curve: Curve) -> tuple[float, float]:
     few, many = requests, max(n for n in short if n <= 8 * requests)
     if context < 8 * _SHORT or many == few:
         return 0.0, 0.0
-    with posed(engine, requests, context) as scene:
+    with rehearse(engine, requests, context) as scene:
         one = max(0.0, _seconds(scene, scene.target_pass(few)) - short[few])
         eight = max(0.0, _seconds(scene, scene.target_pass(many)) - short[many])
     keys = requests * (context - _SHORT)
@@ -184,7 +185,7 @@ def _drafts(
         if time_left.is_over():
             break
         try:
-            with posed(engine, requests, _SHORT) as scene:
+            with rehearse(engine, requests, _SHORT) as scene:
                 took = [_seconds(scene, scene.draft(size)) for size in sizes.values()]
         except Exception as error:  # the engine will find out by itself, and say so
             if progress:
@@ -203,7 +204,7 @@ def _draft_sizes(name: str, drafter: DeviceDrafter, most: int) -> dict[int, Draf
     return {count: DraftSize(name, min(most, drafter.most_at(count)), count) for count in levels}
 
 
-def _seconds(scene: Posed, work: Work, most_s: float | None = None) -> float:
+def _seconds(scene: Rehearsal, work: Work, most_s: float | None = None) -> float:
     """The least of a few runs, behind a first one that compiles and fetches: what disturbs only ever adds.
 
     most_s: where the first one takes longer than all may, it is the only one.
@@ -239,7 +240,7 @@ class _Note:
             "versions": [VERSION, slipstream.__version__, torch.__version__],
             "code": code_digest("engine", "sampling", "verify", "drafters"),
             "where": [str(target.dtype), chip_name(target.device), platform.node(), os.cpu_count()],
-            "how": [isinstance(engine, QueuedEngine), config.graphs, torch.get_num_threads(), target.swaps],
+            "how": [isinstance(engine.backend, QueuedBackend), config.graphs, torch.get_num_threads(), target.swaps],
             "sizes": [config.draft_rows, config.max_num_seqs, config.draft_tokens],
             "drafters": [
                 (name, type(d).__name__, d.weights_bytes, d.makes_trees, d.depth, reach(d), _settings(d))

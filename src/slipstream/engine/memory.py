@@ -13,7 +13,7 @@ from slipstream.core.draft import MAX_NODES
 from slipstream.core.errors import CapacityError
 from slipstream.drafters.base import DeviceDrafter, Drafter
 from slipstream.engine.config import EngineConfig, too_few_bytes
-from slipstream.engine.odds import odds_bytes
+from slipstream.engine.draft_loops import q_bytes
 from slipstream.engine.requests import MemoryPlan
 from slipstream.kernels.gpu.jit import has_kernels
 from slipstream.kernels.gpu.paged import kept_bytes
@@ -37,7 +37,7 @@ def plan_memory(target: Runner, drafts: Sequence[Drafter], config: EngineConfig)
     workspace = rows * target.vocab_size * 4 * _LOGIT_COPIES
     if has_kernels(target.device):
         workspace += _attention_bytes(target, config) + _page_bytes(target, drafts, config)  # a page for nobody
-    workspace += odds_bytes(drafts, config.draft_tokens, config.max_num_seqs + 1, target.vocab_size)
+    workspace += q_bytes(drafts, config.draft_tokens, config.max_num_seqs + 1, target.vocab_size)
     workspace += sum(draft.workspace_bytes(config.max_num_seqs + 1) for draft in drafts)
     page = _page_bytes(target, drafts, config)
     asked = config.max_model_len

@@ -9,7 +9,7 @@ from contextlib import suppress
 from slipstream.core.draft import Tree
 from slipstream.core.outputs import DrafterStats, Undrafted
 from slipstream.drafters.guard import Proposals
-from slipstream.engine.room import SHORT, DraftRoom
+from slipstream.engine.caps import SHORT, DraftRoom
 from slipstream.engine.state import Answer, Copied
 from slipstream.plan.planner import Planner
 from slipstream.plan.types import Decision

@@ -8,9 +8,11 @@ code runs as it stands, and gives the same tokens.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,22 +20,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.constrain.matcher import mask_words
-from slipstream.core.draft import Draft, Tree, chain_parents
+from slipstream.core.draft import MAX_NODES, Draft, Tree, chain_parents
 from slipstream.drafters.base import DeviceDrafter
 from slipstream.engine.draft_loops import DraftLoop, DraftLoops, Drafts, LoopShape
-from slipstream.engine.round_shape import RoundShape
-from slipstream.engine.stand_ins import StandIns
 from slipstream.kernels.gpu.accept import PathMoves, VerdictTable, accept, compact
 from slipstream.kernels.gpu.jit import has_kernels
 from slipstream.kernels.gpu.merge_trees import Union, merge_guesses, prepare_merges
+from slipstream.kernels.gpu.paged import SPLIT_KEYS
 from slipstream.kernels.gpu.rows import RECENT, LaneState, PassRows, pack_rows
 from slipstream.kv.cache import KVCache
 from slipstream.models.graphs import captured, count_compiling
 from slipstream.models.paths import Progress
 from slipstream.models.runner import Runner
+from slipstream.plan.cost import SIZES
 from slipstream.sampling.choose import choose
 from slipstream.sampling.rows import SampleRows
-from slipstream.sampling.table import SamplingTable, is_stale
+from slipstream.sampling.table import Features, SamplingTable, is_stale
 from slipstream.verify.rejection import mixed_choices
 
 _COPIES = 3
@@ -96,7 +98,7 @@ class Round:
         self._moves = PathMoves.empty(b, k, device) if shape.is_tree else None
         self.told = VerdictTable.empty(b, k, device)
         self.logits: Tensor | None = None  # [N, V] of the last pass
-        self._odds = loops.odds(b, k) if k and shape.draws else None
+        self._q = loops.node_q(b, k) if k and shape.draws else None
         pinned = device.type == "cuda"
         self._chain = chain_parents(k)  # guesses made on the device are chains, unless they say otherwise
         self._staging = [_Staging.of(b, self._chain, pinned=pinned) for _ in range(_COPIES)]
@@ -145,29 +147,23 @@ class Round:
             begin += width
         self._inputs.copy_(staged.tensor, non_blocking=True)
 
-    def draft(self, drafts: Drafts, ahead: DraftLoop | None = None, recent: int = RECENT) -> DraftLoop:
-        """Let these device drafters guess, each so much; tells where. Raises `DraftFailed` where one of them cannot.
-
-        ahead: guesses for the same requests, made or under way: where they are what is wanted, nobody guesses again.
-        recent: see `DraftRound`.
-        """
-        wanted = self._loop_shape(drafts, self.shape.keys, recent)
-        if ahead is not None and ahead.serves(wanted):
-            loop = ahead
-        else:
-            loop = self._loops.of(wanted)
-            loop.run(self.lanes)
+    def draft(self, drafts: Drafts, recent: int = RECENT) -> None:
+        """Let these device drafters guess. Raises `DraftFailed` if one of them cannot. recent: see `DraftRound`."""
+        shape = self.shape
+        features = replace(shape.features, grammar=False) if shape.features.grammar else shape.features
+        loop = self._loops.of(LoopShape(shape.requests, shape.keys, features, shape.version, drafts, recent))
+        loop.run(self.lanes)
         if self._merges:
             self._loaded = None  # the drafts become others than were sent
-        if self._odds is not None:
-            self._odds.forget()
+        if self._q is not None:
+            self._q.clear()
         parts = zip(drafts, loop.guesses, loop.parents, loop.q, strict=True)
         for i, ((name, nodes, _), guesses, parents, q) in enumerate(parts):
             number = self._numbers[name]
             if self._merges:
                 merge_guesses(self._union, guesses, parents, self._guessed, number, nodes=nodes, first=i == 0)
-                if self._odds is not None and q is not None and parents is None:
-                    self._odds.take_merged(q, self._union.owners, number)
+                if self._q is not None and q is not None and parents is None:
+                    self._q.take_merged(q, self._union.owners, number)
                 continue
             mine = self._guessed[:, None] == 1 << number
             tokens = self._tokens[:, :nodes]
@@ -175,18 +171,8 @@ class Round:
             if parents is not None:
                 above = self._parents[:, :nodes]
                 torch.where(mine, parents[:, :nodes], above, out=above)
-            if self._odds is not None and q is not None:
-                self._odds.take(q[:, :nodes], mine)
-        return loop
-
-    def loop_behind(self, drafts: Drafts, keys: int, recent: int) -> DraftLoop | None:
-        """What would guess for the same requests once this round is over; None: no such loop was made yet."""
-        return self._loops.find(self._loop_shape(drafts, keys, recent))
-
-    def _loop_shape(self, drafts: Drafts, keys: int, recent: int) -> LoopShape:
-        shape = self.shape
-        features = replace(shape.features, grammar=False) if shape.features.grammar else shape.features
-        return self._loops.made(LoopShape(shape.requests, keys, features, shape.version, drafts, recent))
+            if self._q is not None and q is not None:
+                self._q.take(q[:, :nodes], mine)
 
     def drafted(self, requests: int) -> list[Tree]:
         """The drafts of these as they will be verified, read back: waits for what device drafters are at."""
@@ -275,9 +261,9 @@ class Round:
         reach = torch.arange(self.shape.width + 1, device=chosen.device)
         row_of = torch.where(reach < brings, starts[:-1, None] + reach, 0)  # [B, K + 1]
         sampling, features, drawn = self._machine.sampling, self.shape.features, None
-        if self._odds is not None:
-            draft = replace(draft, q=self._odds.q)
-            drawn = self._odds.drawn & (self._guessed != 0)[:, None]  # who has no device drafter has what was before
+        if self._q is not None:
+            draft = replace(draft, q=self._q.q)
+            drawn = self._q.drawn & (self._guessed != 0)[:, None]  # who has no device drafter has what was before
         found = mixed_choices(
             chosen[row_of], logits, wanted, row_of, draft, sampling, features, drawn, allowed=self._allowed
         )
@@ -390,3 +376,123 @@ class Rounds:
     def _say(self, text: str) -> None:
         if self._progress is not None:
             self._progress(text)
+
+
+_REQUESTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+_WIDTHS = (0, 16, MAX_NODES)
+"""Sizes that rounds come in; the rows are `plan.cost.SIZES`. Few: each combination is captured by itself."""
+_DRAWN_WIDTHS = (0, 2, 4, 6, 8, 12, 16, 24, 32, 48, MAX_NODES)
+"""… of rejection sampling, which looks at the whole vocabulary for every node that there might be."""
+_CROWD = 16
+"""So many requests rarely all have short contexts: they share the next larger size."""
+_CHEAP_ROWS = 16
+"""A pass of so many rows takes no longer than one of fewer: products have tiles of as many."""
+
+
+class RoundShape(NamedTuple):
+    """What a captured round depends on. Sizes come in buckets, so that there are few of them.
+
+    A tuple, because one is made and looked up every round while the device waits.
+    """
+
+    requests: int
+    width: int  # nodes of a request at most
+    rows: int
+    keys: int  # keys that a row sees at most
+    is_tree: bool
+    features: Features
+    version: int  # of the sampling table's tensors
+    keeps_logits: bool  # somebody reads them afterwards
+    tells_choices: bool = False  # … or what was chosen at every row
+    draws: bool = False  # a drafter of the round tells what it draws from
+
+    @staticmethod
+    def of(
+        counts: Sequence[int],
+        longest: int,
+        *,
+        is_tree: bool,
+        features: Features,
+        version: int,
+        keeps_logits: bool,
+        tells_choices: bool = False,
+        draws: bool = False,
+        most_keys: int = 1 << 40,
+    ) -> RoundShape:
+        """For requests with so many nodes each; none has more than `longest` tokens before the round.
+
+        most_keys: no row of any round sees more.
+        """
+        requests = _bucket(len(counts), _REQUESTS)
+        width = _bucket(max(counts), _DRAWN_WIDTHS if features.rejection else _WIDTHS)
+        rows = _bucket(len(counts) + sum(counts), SIZES)
+        keys = _keys(requests, longest + 1 + width, most_keys)
+        return RoundShape(requests, width, rows, keys, is_tree, features, version, keeps_logits, tells_choices, draws)
+
+    def does(self, other: RoundShape) -> bool:
+        """Does a round of this shape what one of the other would, and nearly as soon? It may have room for larger
+        drafts, for trees where there are chains, and for twice as many rows."""
+        if self.features.rejection or not other.width or self.width < other.width or self.is_tree < other.is_tree:
+            return False
+        if not other.rows <= self.rows <= max(2 * other.rows, _CHEAP_ROWS):
+            return False
+        return other._replace(width=self.width, rows=self.rows, is_tree=self.is_tree) == self
+
+
+def crowds(most: int) -> Iterator[int]:
+    """The numbers of requests that rounds come in, where so many may run at once."""
+    last = _REQUESTS[-1]
+    sizes = chain(_REQUESTS, range(2 * last, most + last, last))
+    return (size for size in sizes if size <= _bucket(most, _REQUESTS))
+
+
+def _keys(requests: int, seen: int, most: int) -> int:
+    keys = SPLIT_KEYS if requests < _CROWD else 4 * SPLIT_KEYS
+    while keys < seen:
+        keys *= 4
+    return min(keys, -(-most // SPLIT_KEYS) * SPLIT_KEYS)
+
+
+def _bucket(size: int, sizes: Sequence[int]) -> int:
+    """The next larger size; beyond the last, a multiple of it."""
+    last = sizes[-1]
+    return sizes[bisect_left(sizes, size)] if size <= last else -(-size // last) * last
+
+
+_OFTEN = 32
+"""What a larger round costs more, so many times, is about what it takes to record the right one."""
+_OF_LATE = 1024
+"""Stand-ins after which what came before counts half."""
+
+
+class StandIns:
+    """Counts shapes that come without being recorded."""
+
+    def __init__(self) -> None:
+        self._came: dict[RoundShape, float] = {}
+        self._known: dict[RoundShape, RoundShape] = {}  # who stood in for whom: a round must not be looked for long
+        self._times = 0
+
+    def of(self, shape: RoundShape, recorded: Collection[RoundShape]) -> RoundShape | None:
+        """The shape that is to do this one's work this time; None: this one is to be recorded."""
+        came = self._came.get(shape, 0.0) + 1
+        other = self._known.get(shape) if came <= _OFTEN else None
+        if came <= _OFTEN and (other is None or other not in recorded):
+            fit = [other for other in recorded if other.does(shape)]
+            other = min(fit, key=lambda other: (other.rows, other.is_tree, other.width), default=None)
+        if other is None:
+            self._came.pop(shape, None)
+            return None
+        self._came[shape], self._known[shape] = came, other
+        self._times += 1
+        if self._times % _OF_LATE == 0:
+            self._fade(shape.version)
+        return other
+
+    def forget(self) -> None:
+        """Who stood in for whom: another shape was recorded, which may do it better."""
+        self._known.clear()
+
+    def _fade(self, version: int) -> None:
+        halves = {shape: came / 2 for shape, came in self._came.items() if not is_stale(shape.version, version)}
+        self._came = {shape: came for shape, came in halves.items() if came >= 1}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import heapq
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from copy import copy
@@ -26,7 +28,6 @@ from slipstream.engine.text import TextStream
 from slipstream.kernels.gpu.rows import RECENT
 from slipstream.kv.pages import PageTable
 from slipstream.plan.types import Decision
-from slipstream.sampling.table import Features
 
 Sink = Callable[[RequestOutput], None]
 
@@ -155,15 +156,6 @@ class Answer:
             self.output.violation = self.constraint.fault(self.output.text)
 
 
-@dataclass(frozen=True, slots=True)
-class Crowd:
-    """What those who decode together ask for: it is found out when one comes or goes, and not every round."""
-
-    answers: list[Answer]
-    features: Features
-    reads_logits: bool
-
-
 @dataclass(slots=True)
 class _Told:
     """How much of an answer its caller has: what a delta begins behind."""
@@ -282,3 +274,33 @@ def _to_nobody(output: RequestOutput) -> None:
 
 _OVER = Job("", None, (), SamplingParams(), _to_nobody)
 """Whose answers are that have ended."""
+
+
+class Deadlines:
+    """Jobs by when they must be over. A round that has none to end pays for one comparison.
+
+    A job that ends in time is forgotten when its time comes, or when such jobs are more than half of all.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Job]] = []
+        self._order = itertools.count()  # jobs with the same end are not compared
+        self._tidy_at = 64
+
+    def add(self, job: Job) -> None:
+        if job.params.timeout_s is None:
+            return
+        heapq.heappush(self._heap, (job.arrived + job.params.timeout_s, next(self._order), job))
+        if len(self._heap) > self._tidy_at:
+            self._heap = [entry for entry in self._heap if not all(answer.ended for answer in entry[2].answers)]
+            heapq.heapify(self._heap)
+            self._tidy_at = 2 * len(self._heap) + 64
+
+    def over(self) -> list[Job]:
+        """Those whose time is over by now. They are told once."""
+        if not self._heap or self._heap[0][0] > time.perf_counter():
+            return []
+        now, jobs = time.perf_counter(), []
+        while self._heap and self._heap[0][0] <= now:
+            jobs.append(heapq.heappop(self._heap)[2])
+        return jobs

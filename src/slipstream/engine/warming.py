@@ -17,9 +17,10 @@ from itertools import pairwise, product
 import torch
 
 from slipstream.core.draft import MAX_NODES
-from slipstream.engine.posing import most_context, posed, usual_shape
-from slipstream.engine.queued import QueuedEngine
-from slipstream.engine.round_shape import RoundShape, crowds
+from slipstream.engine.queued import QueuedBackend
+from slipstream.engine.rehearsal import most_context, rehearse, usual_shape
+from slipstream.engine.rounds import Rounds, RoundShape, crowds
+from slipstream.engine.step import Engine
 from slipstream.kernels.gpu.jit import room_for
 from slipstream.models.gpu import WIDE_SIZES
 from slipstream.models.graphs import PROMPT_ROWS, WIDE_PROMPT_ROWS
@@ -40,12 +41,12 @@ _KINDS = ((16, False), (MAX_NODES, False), (16, True))
 """Nodes of a request, and whether they are trees: for what such rounds have of their own to be compiled."""
 
 
-def likely_shapes(engine: QueuedEngine) -> Iterator[RoundShape]:
+def likely_shapes(engine: Engine) -> Iterator[RoundShape]:
     """What rounds will be like, each once: short contexts before long ones, greedy requests before others."""
     return iter(dict.fromkeys(_all_likely(engine)))
 
 
-def _all_likely(engine: QueuedEngine) -> Iterator[RoundShape]:
+def _all_likely(engine: Engine) -> Iterator[RoundShape]:
     most, most_rows, guesses = engine.config.max_num_seqs, engine.config.draft_rows, bool(engine.drafting.drafters)
     for context, features, (fewer, crowd) in product(_CONTEXTS, _FEATURES, pairwise([0, *crowds(most)])):
         requests = min(crowd, most)
@@ -71,46 +72,46 @@ def _ladder(most_rows: int) -> Iterator[int]:
 
 
 @torch.inference_mode()
-def warm_up(engine: QueuedEngine, progress: Progress | None = None) -> None:
-    """Record it, in an engine that has no requests. What fails is left, and nothing done where nothing is recorded."""
-    if engine.rounds.pool is None:
+def warm_up(engine: Engine, progress: Progress | None = None) -> None:
+    """Compile and record in an engine without requests. Does nothing in one that records nothing."""
+    if not isinstance(engine.backend, QueuedBackend) or engine.backend.rounds.pool is None:
         return
-    say = progress or (lambda _: None)
-    engine.rounds.let_stand_in()
+    rounds, say = engine.backend.rounds, progress or (lambda _: None)
+    rounds.let_stand_in()
     say("warming up: compiling and recording what requests will need (once compiled, it takes seconds)")
     end = time.perf_counter() + _LIMIT_S
     try:
-        with closing(_warming(engine)) as steps:
+        with closing(_warming(engine, rounds)) as steps:
             for _ in steps:
-                if why := _enough(engine, end):
+                if why := _enough(engine, rounds, end):
                     say(f"warming up ends here ({why}): what is left is recorded when it comes")
                     break
     except Exception as error:  # requests can run without; what is broken will say so by itself
         say(f"warming up ends here ({type(error).__name__}: {error}): what is left is recorded when it comes")
     finally:
-        engine.rounds.capture_again()  # what no graph was made of may have been larger than what comes
+        rounds.capture_again()  # what no graph was made of may have been larger than what comes
 
 
-def _warming(engine: QueuedEngine) -> Generator[None]:
+def _warming(engine: Engine, rounds: Rounds) -> Generator[None]:
     """Step by step: it may be left at each."""
     context = min(most_context(engine, 1), WIDE_PROMPT_ROWS)
     wide = WIDE_SIZES if engine.target.shares_wide else ()
     passes = [(rows, False) for rows in PROMPT_ROWS]
     passes += [(rows, True) for rows in wide for _ in range(2)]  # what comes for the second time is recorded
     if context > 0:
-        with posed(engine, 1, context) as scene:
+        with rehearse(engine, 1, context) as scene:
             for rows, is_wide in passes:
                 yield
                 if rows <= context:
                     scene.read(rows, wide=is_wide)
     for shape in likely_shapes(engine):
         yield
-        engine.rounds.of(shape, exactly=True)
+        rounds.of(shape, exactly=True)
 
 
-def _enough(engine: QueuedEngine, end: float) -> str:
+def _enough(engine: Engine, rounds: Rounds, end: float) -> str:
     """Why nothing more is to be recorded; empty: there is no reason."""
-    if engine.rounds.pool is None:
+    if rounds.pool is None:
         return "a round could not be recorded"
     if time.perf_counter() > end:
         return f"after {_LIMIT_S:.0f} s"

@@ -170,8 +170,6 @@ class _EngineCollector(Collector):
         yield self._counts("spec_decode_drafter_late", "Rounds without a late drafter.", "drafter", now.late)
         about = "Shapes of drafts that are no graph."
         yield self._counts("spec_decode_drafter_unrecorded", about, "drafter", now.unrecorded)
-        fates = {"taken": now.ahead_taken, "wasted": now.ahead_wasted}
-        yield self._counts("spec_decode_drafts_ahead", "Drafts begun before their round was planned.", "fate", fates)
         yield self._counts("spec_decode_decisions", DECISIONS, "reason", now.decisions)
         about = "Measured speed of drafted steps over plain ones, lately, by drafter and batch size."
         yield self._by(

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 
 from slipstream.core.draft import Tree
 from slipstream.core.errors import CapacityError, ConfigError
-from slipstream.engine.round_shape import RoundShape
-from slipstream.engine.rounds import Machine, Round, Rounds
+from slipstream.engine.rounds import Machine, Round, Rounds, RoundShape
 from slipstream.kernels.gpu.paged import SPLIT_KEYS
 from slipstream.kernels.gpu.rows import RECENT, LaneState
 from slipstream.kv.cache import KVCache

@@ -1,7 +1,7 @@
-"""The drafts of a round on the host: what host drafters gave, how much device drafters may add, and whose it is.
+"""The drafts of a step on the host: the trees of host drafters, the sizes that device drafters may add, and authors.
 
-A request may have several drafters (`ngram+model`). The trees of those on the host are merged here; what those on the
-device guess is merged with them on the device in a queued round, and here in an eager one.
+A request may have several drafters (`ngram+model`). The trees of host drafters are merged here; the guesses of device
+drafters are merged with them by `Plan.joined` (depth 0) or on the device (depth 1).
 """
 
 from __future__ import annotations
@@ -17,27 +17,8 @@ from torch import Tensor
 from slipstream.core.draft import MAX_NODES, Draft, Tree, merge_trees
 from slipstream.core.verdict import NOBODY, Authors, author
 from slipstream.engine.draft_loops import Drafts, DraftSize
-from slipstream.engine.state import Answer
 
 _EMPTY = Tree()
-
-
-@dataclass(frozen=True, slots=True)
-class Drafted:
-    """The drafts of a round, one row a decoding request, and whose they are."""
-
-    draft: Draft
-    authors: tuple[Authors, ...]
-
-
-class Group(NamedTuple):
-    """The requests of a round that one drafter may guess for."""
-
-    drafter: str
-    answers: Sequence[Answer]
-    caps: Sequence[int]  # most nodes of each
-    used: Sequence[int]  # nodes that others gave already
-    rows: int  # requests of the step, all drafters' and none's
 
 
 class Share(NamedTuple):
@@ -49,15 +30,15 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """The drafts of a round whose device drafters run inside it. What is asked of it often is found out once."""
+    """For each decoding request of a step: the guesses of the host, and the sizes that device drafters add to them."""
 
-    trees: tuple[Tree, ...]  # of the host drafters, merged; empty where they gave none
+    trees: tuple[Tree, ...]  # of the host drafters, merged
     shares: tuple[tuple[Share, ...], ...]  # of the device drafters that guess for the request
-    authors: tuple[
-        Authors, ...
-    ]  # whose drafts they are; where a device drafter is one of several, it has no places yet
+    authors: tuple[Authors, ...]  # of both; a device drafter beside others has no places yet
     hosts: tuple[str, ...] = ()  # host drafters that were asked
-    levels: Mapping[str, int] = field(default_factory=dict)  # of the trees of device drafters that make some
+    levels: Mapping[str, int] = field(default_factory=dict)  # of the trees of device drafters
+    seconds: float = 0.0  # that planning took, host drafters included
+    guessed_s: float = 0.0  # … those alone that the planner times itself (`costly`)
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
@@ -95,13 +76,36 @@ class Plan:
             tuple(self.authors[i] for i in kept),
             self.hosts,
             self.levels,
+            self.seconds,
+            self.guessed_s,
         )
 
     def without(self, failed: str) -> Plan:
         """The same, but for what a device drafter was to guess that has failed."""
         shares = tuple(tuple(share for share in shares if share.drafter != failed) for shares in self.shares)
         authors = tuple(_without(authors, failed) for authors in self.authors)
-        return Plan(self.trees, shares, authors, self.hosts, self.levels)
+        return replace(self, shares=shares, authors=authors)
+
+    def joined(self, guessed: Mapping[str, Guesses], device: torch.device) -> tuple[Draft, tuple[Authors, ...]]:
+        """The whole drafts, with the guesses of device drafters. Waits for them if trees are merged."""
+        merging = {i for i, shares in enumerate(self.shares) if len(shares) > 1 or (shares and self.trees[i].tokens)}
+        whole = Gathered(len(self.trees))
+        for i, (tree, authors) in enumerate(zip(self.trees, self.authors, strict=True)):
+            whole.trees[i], whole.authors[i] = tree, authors
+            if i in merging:
+                whole.authors[i] = _of_hosts(authors, self.shares[i])
+                for name, _ in self.shares[i]:
+                    if (own := guessed[name].tree(i)) is not None:
+                        whole.add(i, name, own)
+        parts: list[tuple[Sequence[int], Draft]] = []
+        for guesses in guessed.values():
+            if (part := guesses.without(merging)) is not None:
+                parts.append(part)
+        if of_trees := [i for i, tree in enumerate(whole.trees) if tree.tokens]:
+            packed = Draft.pack([whole.trees[i] for i in of_trees], device)
+            q = _merged_q([whole.authors[i] for i in of_trees], of_trees, guessed, packed.width)
+            parts.append((of_trees, replace(packed, q=q)))
+        return Draft.merge(parts, len(self.trees), device), tuple(whole.authors)
 
 
 class Gathered:
@@ -112,7 +116,7 @@ class Gathered:
         self.shares: list[tuple[Share, ...]] = [()] * requests
         self.hosts: list[str] = []
         self.levels: dict[str, int] = {}  # as in `Plan`
-        self._authors = [NOBODY] * requests  # of the trees
+        self.authors = [NOBODY] * requests  # of the trees
 
     def used_by(self, requests: Sequence[int]) -> list[int]:
         """Nodes that each of these has or may get so far."""
@@ -122,66 +126,32 @@ class Gathered:
         """A drafter's tree. Nodes that are there already become a credit to both."""
         if not tree.tokens:
             return
-        before, authors = self.trees[request], self._authors[request]
+        before, authors = self.trees[request], self.authors[request]
         if not before.tokens:
-            self.trees[request], self._authors[request] = tree, author(name)
+            self.trees[request], self.authors[request] = tree, author(name)
             return
         merged = merge_trees((before, tree), MAX_NODES)
         places = authors.places or (merged.places[0],)  # the nodes that were there keep their numbers
         self.trees[request] = merged.tree
-        self._authors[request] = Authors((*authors.names, name), (*places, merged.places[1]))
+        self.authors[request] = Authors((*authors.names, name), (*places, merged.places[1]))
 
     def grant(self, request: int, name: str, nodes: int) -> None:
         """A device drafter may guess so many."""
         if nodes:
             self.shares[request] += (Share(name, nodes),)
 
-    def plan(self) -> Plan:
-        authors = [self._shared(i) if shares else self._authors[i] for i, shares in enumerate(self.shares)]
-        return Plan(tuple(self.trees), tuple(self.shares), tuple(authors), tuple(self.hosts), self.levels)
+    def plan(self, seconds: float = 0.0, guessed_s: float = 0.0) -> Plan:
+        authors = [self._shared(i) if shares else self.authors[i] for i, shares in enumerate(self.shares)]
+        hosts = tuple(self.hosts)
+        return Plan(tuple(self.trees), tuple(self.shares), tuple(authors), hosts, self.levels, seconds, guessed_s)
 
     def _shared(self, request: int) -> Authors:
         """Of a request that device drafters guess for."""
-        shares, tree, hosts = self.shares[request], self.trees[request], self._authors[request]
+        shares, tree, hosts = self.shares[request], self.trees[request], self.authors[request]
         if len(shares) == 1 and not tree.tokens:
             return author(shares[0].drafter)
         places = hosts.places or ((tuple(range(len(tree))),) if tree.tokens else ())
         return Authors((*hosts.names, *[share.drafter for share in shares]), places)
-
-    def drafted(self, guessed: Mapping[str, Guesses], device: torch.device) -> Drafted:
-        """The whole, with what the device drafters made of their shares. Waits for them where trees are merged."""
-        merging = {i for i, shares in enumerate(self.shares) if len(shares) > 1 or (shares and self.trees[i].tokens)}
-        for i, shares in enumerate(self.shares):
-            for name, _ in shares:
-                if i not in merging:
-                    self._authors[i] = author(name)
-                elif (tree := guessed[name].tree(i)) is not None:
-                    self.add(i, name, tree)
-        parts: list[tuple[Sequence[int], Draft]] = []
-        for name, guesses in guessed.items():
-            # one that may guess nothing for a request must not stand in the way of another that may
-            others = {i for i in guesses.requests if i in merging or name not in [s.drafter for s in self.shares[i]]}
-            if (part := guesses.without(others)) is not None:
-                parts.append(part)
-        if of_trees := [i for i, tree in enumerate(self.trees) if tree.tokens]:
-            packed = Draft.pack([self.trees[i] for i in of_trees], device)
-            parts.append((of_trees, replace(packed, q=self._merged_q(of_trees, guessed, packed.width))))
-        return Drafted(Draft.merge(parts, len(self.trees), device), tuple(self._authors))
-
-    def _merged_q(self, requests: Sequence[int], guessed: Mapping[str, Guesses], width: int) -> Tensor | None:
-        """What the nodes of these requests' trees were drawn from [B, K, V]: each as its first author says."""
-        merged: Tensor | None = None
-        for row, i in enumerate(requests):
-            known: set[int] = set()
-            for name, places in zip(self._authors[i].names, self._authors[i].places, strict=False):
-                new = [(j, node) for j, node in enumerate(places) if node >= 0 and node not in known]
-                known.update(places)
-                told = guessed[name].q(i) if new and name in guessed else None  # [M, V]
-                if told is not None:
-                    merged = told.new_zeros(len(requests), width, told.shape[1]) if merged is None else merged
-                    own, nodes = zip(*new, strict=True)
-                    merged[row, list(nodes)] = told[list(own)]
-        return merged
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +176,30 @@ class Guesses:
         if len(kept) == len(self.requests):
             return self.requests, self.draft
         return ([self.requests[row] for row in kept], self.draft.only(kept)) if kept else None
+
+
+def _of_hosts(authors: Authors, shares: Sequence[Share]) -> Authors:
+    """The authors without device drafters, which are the last of a request that is merged."""
+    names = authors.names[: len(authors.names) - len(shares)]
+    return NOBODY if not names else author(names[0]) if len(names) == 1 else Authors(names, authors.places)
+
+
+def _merged_q(
+    authors: Sequence[Authors], requests: Sequence[int], guessed: Mapping[str, Guesses], width: int
+) -> Tensor | None:  # [B, K, V]
+    """The distributions of the nodes of these requests' trees: each as its first author says."""
+    merged: Tensor | None = None
+    for row, (i, whose) in enumerate(zip(requests, authors, strict=True)):
+        known: set[int] = set()
+        for name, places in zip(whose.names, whose.places, strict=False):
+            new = [(j, node) for j, node in enumerate(places) if node >= 0 and node not in known]
+            known.update(places)
+            told = guessed[name].q(i) if new and name in guessed else None  # [M, V]
+            if told is not None:
+                merged = told.new_zeros(len(requests), width, told.shape[1]) if merged is None else merged
+                own, nodes = zip(*new, strict=True)
+                merged[row, list(nodes)] = told[list(own)]
+    return merged
 
 
 def resolved(
