@@ -158,6 +158,18 @@ def test_it_learns_from_guesses_that_the_planner_cut() -> None:
     assert first_promise(drafter, "a") > before + 0.2
 
 
+def test_guesses_behind_a_wrong_one_teach_nothing() -> None:
+    """The target's later tokens follow another text."""
+    promises = []
+    for emitted in ([4], [4, 9, 1]):  # the guesses are 3, 9, 1, 2
+        drafter = NgramDrafter()
+        first_promise(drafter, "a")
+        drafter.observe([verdict(emitted)])
+        first_promise(drafter, "b")
+        promises.append(drafter.promise("b"))
+    assert promises[0] == promises[1]
+
+
 def test_a_guess_is_learned_from_once() -> None:
     drafter = NgramDrafter()
     first_promise(drafter, "a")

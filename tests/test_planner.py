@@ -10,12 +10,26 @@ from hypothesis import strategies as st
 
 from planning import CPU, GPU, Drafter, Play
 from slipstream.core.draft import Tree
+from slipstream.plan.choose import shared_out
+from slipstream.plan.cost import Costs
 from slipstream.plan.planner import AdaptivePlanner
 from slipstream.plan.types import Curve, DraftSeen, Levels, Load, MeasuredCosts, Offer, StepSeen, TreeSeen, Turn
 
 
 def always(chance: float) -> Drafter:
     return Drafter(lambda step: chance, 0.0002)
+
+
+def test_siblings_share_the_chance_of_their_parent() -> None:
+    assert shared_out(Tree((1, 2, 3), (-1, -1, 0)), 0.6) == pytest.approx([0.6, 0.24, 0.36])
+
+
+def test_more_rows_never_cost_less() -> None:
+    costs = Costs(0.1)
+    costs.adopt(MeasuredCosts(Curve((1, 4, 8), (0.010, 0.030, 0.020))))
+    seconds = costs.passes(8).tolist()
+    assert seconds == sorted(seconds)
+    assert seconds[8] == pytest.approx(0.030)
 
 
 def test_nothing_is_drafted_where_nothing_pays() -> None:

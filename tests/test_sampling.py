@@ -17,7 +17,7 @@ from torch import Tensor
 from exactness import EXTRAS, TEMPERATURES
 from interpreted import as_bits
 from slipstream.core.errors import InvalidRequest
-from slipstream.core.params import SamplingParams
+from slipstream.core.params import SamplingParams, SpeculationParams
 from slipstream.sampling import Features, SampleRows, SamplingTable, choose, gumbel, processed, raw_logprobs, row_keys
 from slipstream.sampling.rank import HOPELESS, rank
 from slipstream.sampling.table import Columns
@@ -315,6 +315,17 @@ def test_tokens_come_as_often_as_the_distribution_says(params: SamplingParams) -
     freedom = possible.sum() - 1
     statistic = ((observed - expected)[possible] ** 2 / expected[possible]).sum()
     assert statistic < freedom + 4 * math.sqrt(2 * freedom)
+
+
+def test_drafters_have_noise_of_their_own_for_rejection_sampling_alone() -> None:
+    """With the exact verifier draft and target must draw with the same noise."""
+    table = SamplingTable(2, 16)
+    for slot, verifier in enumerate(("exact", "rejection")):
+        table.add(slot, SamplingParams(speculation=SpeculationParams(verifier=verifier)), seed=7)  # type: ignore[arg-type]
+    features = table.features([0, 1])
+    one, other = (table.apart(name, features).streams.tolist() for name in ("one", "other"))
+    assert table.streams[0] == table.streams[1] == one[0] == other[0]
+    assert len({int(table.streams[1]), one[1], other[1]}) == 3
 
 
 def test_a_slot_keeps_nothing_of_its_last_request() -> None:

@@ -193,10 +193,12 @@ def test_min_tokens_keeps_ends_away(stage: Stage, least: int) -> None:
     assert output.stop_reason == (None if output.token_ids[-1] == EOS else 60)
 
 
-@pytest.mark.parametrize("least", [0, 1, 9, 40])
-def test_min_tokens_and_stop_strings(stage: Stage, least: int) -> None:
+@pytest.mark.parametrize("least", [0, 1, 9, 40, None])
+def test_min_tokens_and_stop_strings(stage: Stage, least: int | None) -> None:
+    """None: as many tokens as there are where a stop string is complete, which ends the answer there."""
     whole = stage.unbounded()
     common = max(set(whole.text), key=whole.text.count)
+    least = whole.text.find(common, 5) + 1 if least is None else least
     output = stage.both(SamplingParams(max_tokens=60, min_tokens=least, ignore_eos=True, seed=1, stop=common))
     end = whole.text.find(common, max(0, least - 1))
     if end < 0:
