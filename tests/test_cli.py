@@ -567,7 +567,7 @@ def test_what_a_page_takes_is_known_when_the_model_is_loaded(
     with pytest.raises(SystemExit) as ended:
         main(words)
     assert ended.value.code == 2
-    assert "error: --max-draft-memory 4096: must be as many bytes as a page has, " in capsys.readouterr().err
+    assert "error: --max-draft-memory 4096: must be at least the bytes of a page, " in capsys.readouterr().err
 
 
 def test_what_is_drawn_is_svg(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,12 @@ def test_what_is_wrong_explains_itself(key: str, value: Any, remedy: str) -> Non
         EngineConfig(**{key: value})
     assert remedy in str(caught.value)
     assert isinstance(caught.value, ValueError)
+
+
+def test_parameters_of_llm_have_the_defaults_of_the_configuration() -> None:
+    parameters = inspect.signature(LLM.__init__).parameters
+    settings = {field.name: field.default for field in fields(EngineConfig) if field.name != "page_size"}
+    assert {name: parameters[name].default for name in settings} == settings
 
 
 @pytest.mark.parametrize(

@@ -39,10 +39,10 @@ def test_bytes_and_parts() -> None:
             parse_share(wrong, "k")
     for slip in ("20", 20):
         with pytest.raises(
-            ConfigError, match=r"k=20: must be as many bytes as a page has; write 20% or 0.2 for .*, 20MiB for"
+            ConfigError, match=r"k=20: must be at least the bytes of a page; write 20% or 0.2 for .*, 20MiB for"
         ):
             parse_share(slip, "k")
-    with pytest.raises(ConfigError, match=r"k=512: must be as many bytes as a page has; write 512MiB, say, or 20%"):
+    with pytest.raises(ConfigError, match=r"k=512: must be at least the bytes of a page; write 512MiB, say, or 20%"):
         parse_share(512, "k")
     assert parse_share("0", "k") == 0
     with pytest.raises(ConfigError, match="max_draft_memory=-1"):
@@ -83,7 +83,7 @@ def test_guesses_have_so_many_places_and_no_more(open_llm: Open) -> None:
 def test_bytes_that_hold_no_page_are_refused(open_llm: Open) -> None:
     plan = open_llm(drafter="suffix").memory_plan
     page = plan.cache_bytes // plan.num_pages
-    with pytest.raises(ConfigError, match=rf"max_draft_memory={page - 1}: must be as many bytes as a page has,"):
+    with pytest.raises(ConfigError, match=rf"max_draft_memory={page - 1}: must be at least the bytes of a page,"):
         open_llm(drafter="suffix", max_draft_memory=page - 1)
 
 

@@ -1,14 +1,15 @@
-"""How an engine is set up. One frozen object, so that two places cannot disagree."""
+"""The settings of an engine: each is declared once, as a field of `EngineConfig`."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from slipstream.core.errors import ConfigError
-from slipstream.core.settings import check_settings, is_whole, setting
+from slipstream.core.settings import check_settings, is_whole, setting, settings_of
 
 if TYPE_CHECKING:
     from slipstream.plan.planner import Planner
@@ -20,28 +21,27 @@ _DRAFT_ROWS = 256
 _STEP_TOKENS = {"cpu": 512, "cuda": 8192}
 _PASS_TOKENS = 2048
 _FEW_BYTES = 1024
-"""Fewer than any page has."""
+"""Less than a page has: a smaller number of bytes is a mistake."""
 _UNITS = {"": 1, **{u: 1000**n for n, u in enumerate("kmgt", 1)}, **{f"{u}i": 1024**n for n, u in enumerate("kmgt", 1)}}
 
 ROW_SLOPE = {"cpu": 0.15, "cuda": 0.001}
-"""What one more row adds to a pass, as a part of the first one, until the engine has seen or measured its own."""
-
+"""Cost of one more row in a pass, relative to a pass of one row, until the planner has measured it."""
 
 _MODEL, _SPECULATION = "model", "speculation"
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Limits and choices of one engine. A setting with a placeholder (`metavar`) is an option of the commands, too.
+    """The settings of one engine, which are also parameters of `LLM`. Those with a `metavar` or `flag` are options.
 
     memory: Memory for the cache, beyond the weights, such as 512MiB or 2GiB, or a part: 90% of a GPU's, weights and
         other programs included. More lets longer and more requests run at once. Default: up to 2GiB on a CPU, most of
         what is free on a GPU.
     max_model_len: Longest prompt and answer together, such as 4096. Default: as long as the model and the memory allow.
     max_num_seqs: Most answers in progress at once.
-    max_num_batched_tokens: Most prompt tokens that a step reads. Beside running answers it reads fewer, by their
-        measured time. Default: 512 on a CPU, 8192 on a GPU, or two for each of max_num_seqs.
-    max_draft_rows: Most rows of a pass that are last tokens or guesses, over all requests. Default: 256, or one for
+    max_num_batched_tokens: Most prompt tokens of one step. A step that also decodes reads fewer, by their measured
+        time. Default: 512 on a CPU, 8192 on a GPU, or two for each of max_num_seqs.
+    max_draft_rows: Most rows of a pass for last tokens and draft nodes, over all requests. Default: 256, or one for
         each of max_num_seqs.
     page_size: Tokens of a page of the cache.
     draft_tokens: Most tokens to draft in a step, such as 8; fewer where more do not pay. Default: the drafter's own.
@@ -52,13 +52,13 @@ class EngineConfig:
         Default: no limit.
     measure_costs: Time passes and drafts before the first request, now or never. Default: once for a machine and model,
         where it takes seconds at the most.
-    warm_up: On a GPU, compile and record what requests will need before the first one: seconds, and longer the first
+    warm_up: On a GPU, compile and capture what requests will need before the first one: seconds, and longer the first
         time on a machine. Without, the first requests wait for it. Default: on for serve, and for bench with --rate.
-    rounds: queued lets the device work ahead of the host, eager waits for each step; None: queued on a GPU.
+    rounds: queued queues the next step before the last one is read, eager waits for each step; None: queued on a GPU.
     graphs: On a GPU: run every step as it stands instead of capturing it as a CUDA graph. The same tokens, slower; try
         it where capturing fails.
-    prefix_caching: Keep what was computed of prompts for others that begin alike: the same tokens, sooner. Default: on;
-        off for bench and tune, where the same prompts come again and again.
+    prefix_caching: Keep computed prompts in the cache for others that begin alike: the same tokens, sooner. Default:
+        on; off for bench and tune, where the same prompts come again and again.
     max_queue: Most answers that may wait; further requests are refused with `QueueFull`.
     strict_drafter: End with the error of a drafter that fails or is dropped, instead of going on without it. For
         developing drafters.
@@ -84,61 +84,67 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
-        self._check("memory", self.memory is None or _size(self.memory), "whole bytes, or a part such as 0.9")
-        self._check("memory", self.memory is None or self.memory > 0, "above 0 bytes")
-        planned = self.planner != "fixed" or self.min_gain == 1
-        self._check("min_gain", planned, "1 with planner='fixed', which drafts whatever is gained; take 'adaptive'")
-        share = self.max_draft_memory
-        right = share is None or (_size(share) and share >= 0)
+        memory, drafts = self.memory, self.max_draft_memory
+        self._check("memory", memory is None or _is_size(memory), "whole bytes, or a part such as 0.9")
+        self._check("memory", memory is None or memory > 0, "above 0 bytes")
+        right = drafts is None or (_is_size(drafts) and drafts >= 0)
         self._check("max_draft_memory", right, "whole bytes, or a part of the cache such as 0.2")
-        for key in ("max_draft_rows", "max_num_batched_tokens"):  # each running request takes its next step in one pass
+        right = self.planner != "fixed" or self.min_gain == 1
+        self._check("min_gain", right, "1 with planner='fixed', which drafts whatever is gained; take 'adaptive'")
+        for key in ("max_draft_rows", "max_num_batched_tokens"):  # a pass must hold a step of every running request
             most = getattr(self, key)
             self._check(key, most is None or most >= self.max_num_seqs, f"at least max_num_seqs={self.max_num_seqs}")
 
+    def _check(self, key: str, right: bool, remedy: str) -> None:
+        if not right:
+            raise ConfigError(f"{key}={getattr(self, key)!r}: must be {remedy}")
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> EngineConfig:
+        """Take the settings among these values. Amounts of memory may be texts such as "2GiB" or "20%"."""
+        found = {name: given[name] for name in settings_of(cls) if name in given}
+        for key in found.keys() & {"memory", "max_draft_memory"}:
+            found[key] = parse_share(found[key], key)
+        return cls(**found)
+
     @property
     def draft_rows(self) -> int:
-        """Most rows of one pass that are last tokens or guesses."""
+        """Most rows of one pass for last tokens and draft nodes."""
         return self.max_draft_rows or max(_DRAFT_ROWS, self.max_num_seqs)
 
     def make_planner(self, device: str) -> Planner:
-        """A planner for a device of this type."""
+        """A planner for this type of device."""
         from slipstream.plan.planner import AdaptivePlanner, Planner  # imports torch, which `--help` must not wait for
 
         return Planner() if self.planner == "fixed" else AdaptivePlanner(ROW_SLOPE[device], min_gain=self.min_gain)
 
     def step_tokens(self, device: str) -> int:
-        """Most prompt tokens of one step on a device of this type. Decodes leave half of it at least."""
+        """Most prompt tokens of one step on this type of device."""
         return self.max_num_batched_tokens or max(_STEP_TOKENS[device], 2 * self.max_num_seqs)
 
     def pass_tokens(self, device: str) -> int:
         """Most prompt tokens of one of its passes."""
         return min(self.step_tokens(device), max(_PASS_TOKENS, 2 * self.max_num_seqs))
 
-    def _check(self, key: str, right: bool, remedy: str) -> None:
-        if not right:
-            raise ConfigError(f"{key}={getattr(self, key)!r}: must be {remedy}")
 
-
-def _size(value: object) -> bool:
-    """Whole bytes, or a part of something: 2e9 would be all of it."""
+def _is_size(value: object) -> bool:
+    """Whole bytes, or a part up to 1: a float such as 2e9 is neither."""
     return is_whole(value) or (isinstance(value, float) and value <= 1)
 
 
 def parse_bytes(size: str | int | None, key: str = "memory") -> int | None:
-    """ "2GiB", "512MB", "1e9" or a number of bytes."""
+    """Parse "2GiB", "512MB", "1e9" or a number of bytes."""
     if size is None or isinstance(size, int):
         return size
     match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kmgt]i?)?b?\s*", str(size).lower())
-    try:
+    with suppress(ValueError, OverflowError):  # "1.2.3", or more than a float holds
         if match is not None:
             return int(float(match[1]) * _UNITS[match[2] or ""])
-    except (ValueError, OverflowError):  # "1.2.3", or more than there are numbers for
-        pass
     raise ConfigError(f"{key}={size!r}: must be bytes or a size such as 512MB or 2GiB")
 
 
 def parse_share(size: str | int | float | None, key: str) -> int | float | None:
-    """As `parse_bytes`, or a part: "20%" and "0.2" are a fifth."""
+    """Parse a size as `parse_bytes` does, or a part such as "20%" or "0.2"."""
     if isinstance(size, float) or size is None:
         return size
     text = str(size).strip()
@@ -149,7 +155,7 @@ def parse_share(size: str | int | float | None, key: str) -> int | float | None:
         return float(part[1]) / 100
     if re.fullmatch(r"0?\.[0-9]+|1\.0*", text):
         return float(text)
-    is_part = part is not None or re.fullmatch(r"[0-9]+\.[0-9]*", text)  # what has a point and no unit was meant as one
+    is_part = part is not None or re.fullmatch(r"[0-9]+\.[0-9]*", text)  # a number with a point and no unit
     with suppress(ConfigError):
         if not is_part:
             return parse_bytes(size, key)
@@ -157,9 +163,8 @@ def parse_share(size: str | int | float | None, key: str) -> int | float | None:
 
 
 def too_few_bytes(key: str, size: int, page: int | None = None) -> ConfigError:
-    """So few are a part or megabytes whose sign was forgotten. page: bytes of one, where that is known."""
-    hold = "as a page has" if page is None else f"as a page has, {page:,}"
+    """The error for a size below a page, which lacks its % or MiB. page: bytes of a page, if known."""
+    of_page = "" if page is None else f", {page:,}"
     part = f"write {size}% or {size / 100:g} for a part, {size}MiB for bytes"
-    return ConfigError(
-        f"{key}={size}: must be as many bytes {hold}; {part if size <= 100 else 'write 512MiB, say, or 20%'}"
-    )
+    remedy = part if size <= 100 else "write 512MiB, say, or 20%"
+    return ConfigError(f"{key}={size}: must be at least the bytes of a page{of_page}; {remedy}")

@@ -1,4 +1,4 @@
-"""`LLM`: the public face of the engine, in vLLM's shape where vLLM has one."""
+"""`LLM`: the Python interface of the engine. Its methods are named as in vLLM where vLLM has them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slipstream.core.outputs import RequestOutput, Snapshot
 from slipstream.core.params import SamplingParams
 from slipstream.core.vllm_names import ENGINE, from_vllm, takes_vllm_names
 from slipstream.engine.build import USUAL_DRAFTER, Built, DrafterChoice, build
-from slipstream.engine.config import EngineConfig, PlannerName, RoundsName, parse_share
+from slipstream.engine.config import EngineConfig, PlannerName, RoundsName
 from slipstream.engine.intake import Intake
 from slipstream.engine.loop import EngineLoop
 from slipstream.engine.requests import Prompt, check_text
@@ -34,25 +34,22 @@ Found = TypeVar("Found")
 
 
 class LLM:
-    """A language model that speculates.
+    """A language model with speculative decoding.
 
     model: `default`, a folder or hub id in Hugging Face format, or a GGUF file.
-    drafter: `auto` (all that make sense for the model, each where it pays), `ngram`, `suffix`, `prediction`,
-        `model:PATH`, several of them, a `Drafter` of your own, or None for plain decoding. `A+B` merges the drafts of
-        two (`auto+model:PATH`). The first is used unless a request names another; a request with a prediction drafts
-        from that, too.
-    draft_tokens: most tokens to guess at a time; None: what the drafter is made for.
-    dtype, device: "auto", or as in torch ("bfloat16", "cuda:1"): fp32 on a CPU and the checkpoint's on a GPU.
-    memory: for caches and workspace beyond the weights, as bytes, "2GiB", or a part such as "90%" (`EngineConfig`).
-    max_draft_memory: most of the cache for drafts, as bytes, "512MB", or a part such as 0.2; None: no limit.
-    max_model_len, max_num_seqs, max_num_batched_tokens, max_draft_rows, planner, min_gain, measure_costs, warm_up,
-        rounds, graphs, prefix_caching, max_queue, strict_drafter: see `EngineConfig`.
-    force_pair: load a drafter that was trained for another model all the same; its guesses will seldom be right.
-    trust_remote_code: run Python code that comes with the model. Off unless you trust its author.
+    drafter: `auto` (all that suit the model; the planner uses each where it pays), `ngram`, `suffix`, `prediction`,
+        `model:PATH`, a `Drafter` object, a list of these, or None for plain decoding. `A+B` merges the drafts of
+        two (`auto+model:PATH`). Requests that name no drafter use the first; a request with a prediction also drafts
+        from it.
+    dtype, device: "auto", or as in torch ("bfloat16", "cuda:1"). "auto" takes fp32 on a CPU, the checkpoint's on a GPU.
+    memory, max_draft_memory: as in `EngineConfig`, or as text such as "2GiB" or "90%".
+    draft_tokens and the other limits and choices: fields of `EngineConfig`, which explains them.
+    force_pair: load a drafter that was trained for another target; few of its drafts will be accepted.
+    trust_remote_code: run Python code that comes with the model. Do so only if you trust its author.
     speculative_config: vLLM's way to name a drafter: {"method": "ngram", "num_speculative_tokens": 5}.
-    on_progress: hears what loading is at, in words.
-    enable_prefix_caching: vLLM's name of prefix_caching. Other arguments of vLLM's are honoured, or answered by a
-        warning or an error that names the way to do it here (`core/vllm_names.py`).
+    on_progress: called with a line of text at each stage of loading.
+    enable_prefix_caching: vLLM's name for prefix_caching. Other arguments of vLLM have their effect here, or cause a
+        warning or an error with the remedy (`core/vllm_names.py`).
 
     Any thread may call any method; calls from several threads share batches. Close it, or use it in a `with` block.
     """
@@ -87,42 +84,25 @@ class LLM:
         speculative_config: Mapping[str, Any] | None = None,
         on_progress: Callable[[str], None] | None = None,
     ) -> None:
+        given = dict(locals())  # all parameters by name
         if not isinstance(model, str | Path):
             raise ConfigError(f"model={model!r}: must be a name or a path, such as 'default' or 'path/to/model'")
         if enable_prefix_caching is not None:
             if not prefix_caching:
                 raise ConfigError("enable_prefix_caching is vLLM's name of prefix_caching: give one of them")
-            prefix_caching = enable_prefix_caching
+            given["prefix_caching"] = enable_prefix_caching
         check_dtype_name(dtype)
         check_device_name(device)
         if speculative_config is not None:
             if drafter is not USUAL_DRAFTER or draft_tokens is not None:
                 raise ConfigError("speculative_config: give either it, or drafter and draft_tokens")
             named = from_vllm(speculative_config)
-            drafter, draft_tokens = named.drafter, named.draft_tokens
-        config = EngineConfig(
-            memory=parse_share(memory, "memory"),
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_draft_rows=max_draft_rows,
-            draft_tokens=draft_tokens,
-            planner=planner,
-            min_gain=min_gain,
-            max_draft_memory=parse_share(max_draft_memory, "max_draft_memory"),
-            measure_costs=measure_costs,
-            warm_up=warm_up,
-            rounds=rounds,
-            graphs=graphs,
-            prefix_caching=prefix_caching,
-            max_queue=max_queue,
-            strict_drafter=strict_drafter,
-        )
+            drafter, given["draft_tokens"] = named.drafter, named.draft_tokens
         make = partial(
             build,
             str(model),
             drafter,
-            config,
+            EngineConfig.of(given),
             dtype=dtype,
             device=device,
             trust_remote_code=trust_remote_code,
@@ -151,18 +131,18 @@ class LLM:
 
     @property
     def drafters(self) -> tuple[str, ...]:
-        """The names of those that are loaded."""
+        """Names of the loaded drafters."""
         return tuple(self.engine.drafting.drafters)
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What there is to know of the model's answers and of its drafters: that one has another vocabulary, say."""
+        """Notes on the model's answers and on its drafters, such as a drafter's different vocabulary."""
         drafters = self.engine.drafting.drafters.values()
         return tuple(filter(None, (self.engine.target.remark, *(drafter.remark for drafter in drafters))))
 
     @property
     def costs(self) -> MeasuredCosts | None:
-        """What passes and drafts cost here, as measured before the first request; None: that was not done."""
+        """Times of passes and drafts, as measured before the first request; None: they were not measured."""
         planner = self.engine.drafting.planner
         return planner.costs.measured if isinstance(planner, AdaptivePlanner) else None
 
@@ -174,8 +154,10 @@ class LLM:
         use_tqdm: bool = False,
         on_output: Callable[[RequestOutput], None] | None = None,
     ) -> list[RequestOutput]:
-        """Answer a batch of prompts, in their order. What is wrong with a request raises before any of them starts;
-        one that fails on the way says so in its output, and the others go on.
+        """Answer a batch of prompts, in their order.
+
+        An invalid request raises before any of them starts. A request that fails later has the error in its output;
+        the others go on.
 
         use_tqdm: show a progress bar if stderr is a terminal.
         on_output: called with each request as it finishes, from the calling thread.
@@ -209,7 +191,7 @@ class LLM:
         *,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Answer a conversation, or a batch of them, by the model's chat template."""
+        """Answer a conversation or a batch of them, formatted by the model's chat template."""
         if isinstance(messages, str):
             raise InvalidRequest(f"messages={messages!r}: must be a list of messages, each with role and content")
         single = bool(messages) and isinstance(messages[0], Mapping)
@@ -217,7 +199,7 @@ class LLM:
         return self.generate([self.chat_prompt(c) for c in conversations], sampling_params, use_tqdm=use_tqdm)
 
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """A conversation as token ids, up to where the answer begins; plain text for models without a template."""
+        """Token ids of a conversation, up to where the answer begins. Models without a template get plain text."""
         for message in messages:
             if not (isinstance(message, Mapping) and {"role", "content"} <= set(message)):
                 raise InvalidRequest(f"message {message!r}: must be a mapping with role and content")
@@ -231,7 +213,7 @@ class LLM:
         return list(ids)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """One request, as it grows. Each output holds everything so far, or what `output_kind` says.
+        """Yield the outputs of one request as it grows: each holds all text so far, or what `output_kind` selects.
 
         Closing the iterator aborts the request.
         """
@@ -254,7 +236,9 @@ class LLM:
         """`stream` for asyncio. Cancelling the task or closing the iterator aborts the request."""
         opened = partial(self._job, prompt, sampling_params, request_id)
         compiles = sampling_params is not None and sampling_params.structured_outputs is not None
-        outputs = self._start(await asyncio.to_thread(opened) if compiles else opened())  # other tasks go on meanwhile
+        outputs = self._start(
+            await asyncio.to_thread(opened) if compiles else opened()
+        )  # without blocking the event loop
         try:
             while arrived := await outputs.take():
                 for output in arrived:
@@ -270,7 +254,7 @@ class LLM:
         request_id: str | None = None,
         streaming: bool = True,
     ) -> OutputStream:
-        """Start a request for the running event loop. Its owner must close the stream, which aborts the request.
+        """Start a request for the running event loop. The caller must close the stream, which aborts the request.
 
         streaming: False gives one output, at the end.
         """
@@ -279,7 +263,7 @@ class LLM:
     def _job(
         self, prompt: Prompt, params: SamplingParams | None, request_id: str | None, streaming: bool = True
     ) -> Job:
-        """A job for `_start`; on any thread."""
+        """Make a job for `_start`. Called from any thread."""
         params = params or SamplingParams()
         return self._intake.job(prompt, params, lambda output: None, streaming=streaming, request_id=request_id)
 
@@ -298,7 +282,7 @@ class LLM:
         return stream
 
     def _checked(self, arrival: Arrival) -> RequestOutput:
-        """Raise why a request was refused, or the drafter's error that ended it in a strict engine."""
+        """Return an output; raise a refusal, or the drafter's error that ended the request in a strict engine."""
         if isinstance(arrival, Exception):
             raise arrival
         error = self.engine.drafting.raised
@@ -307,16 +291,16 @@ class LLM:
         return arrival
 
     def abort(self, request_id: str) -> None:
-        """End a request after the round in flight; it finishes with the reason "abort". Unknown ids are ignored."""
+        """End a request after the step in flight, with the finish reason "abort". Unknown ids are ignored."""
         self._loop.abort(request_id)
 
     def snapshot(self) -> Snapshot:
-        """The engine's state and counters so far. Any thread may ask; nothing waits."""
+        """State and counters of the engine. Does not wait."""
         return self.engine.snapshot()
 
     @property
     def speculates(self) -> bool:
-        """Whether drafts may be made. Set it to False to decode all requests plainly from the next step on."""
+        """Whether drafting is on. Set to False, it makes all steps plain from the next one on."""
         return self.engine.drafting.enabled
 
     @speculates.setter
@@ -335,7 +319,7 @@ class LLM:
         return self.tokenizer
 
     def close(self) -> None:
-        """Abort what runs and end the engine's thread and its drafters'. May be called twice."""
+        """Abort running requests and end the threads of the engine and its drafters. May be called twice."""
         self._loop.close()
         for guard in self.engine.drafting.guards.values():
             guard.close()
@@ -370,7 +354,7 @@ def _for_each(params: SamplingParams | Sequence[SamplingParams] | None, count: i
 
 @contextmanager
 def _progress_bar(total: int, wanted: bool) -> Iterator[Callable[[RequestOutput], None]]:
-    """Gives a function to call with each finished request. Shown on stderr, if that is a terminal."""
+    """Show a progress bar on stderr, if that is a terminal. Yields a function to call with each finished request."""
     if not wanted:
         yield lambda output: None
         return
