@@ -1,10 +1,10 @@
-"""From names to a running engine: resolve, load, check, plan the memory."""
+"""Builds an engine from the names of a model and its drafters: resolve, check, load, plan the memory, measure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +39,18 @@ from slipstream.models.paths import Progress
 from slipstream.models.resolve import resolve, shown_name
 from slipstream.models.runner import Runner
 
+Choice = DrafterSpec | Drafter
+Classes = Mapping[Choice, type[Drafter] | None]
 DrafterChoice = str | Drafter | Sequence[str | Drafter] | None
 
 
-class _Unsaid(str):
-    """A default: told by its identity from the same text that a caller gives."""
+class _Default(str):
+    """A default value, distinguished by its identity from the same text given by a caller."""
 
     __slots__ = ()
 
 
-USUAL_DRAFTER: DrafterChoice = _Unsaid(AUTO)
+USUAL_DRAFTER: DrafterChoice = _Default(AUTO)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,7 @@ class Built:
 
     @property
     def loaded(self) -> Loaded:
-        """What those must know who check requests."""
+        """The properties of the engine that requests are checked against."""
         drafting = self.engine.drafting
         takes_material = {name: drafter.needs.material for name, drafter in drafting.drafters.items()}
         vocab_size = self.engine.target.vocab_size
@@ -78,114 +80,48 @@ def build(
     progress: Progress | None,
     force_pair: bool = False,
 ) -> Built:
-    """Everything that a model and its drafters need before the first request. Cheap refusals come first."""
+    """Load a model and its drafters, and build their engine. Cheap checks come before expensive work."""
     say = progress or (lambda _: None)
-    listed = list(_listed(drafter))
-    parse_specs([one for one in listed if isinstance(one, str)])  # refuses a name with two meanings
-    merged = [parse_merged(one) if isinstance(one, str) else (one,) for one in listed]
+    groups = _parsed(drafter)
     where = pick_device(device)
     if where.type == "cuda":
-        torch.cuda.set_device(where)  # kernels, events and graphs of this thread belong to it
+        torch.cuda.set_device(where)  # for kernels, events and graphs of this thread
     path = resolve(model, progress, trust_remote_code=trust_remote_code)
-    own = {one.kind: one for parts in merged for one in parts if isinstance(one, DrafterSpec)}
-    auto = auto_specs(path, where.type, own) if AUTO in own else ()
-    named = dict.fromkeys(choice for parts in merged for choice in _expanded(parts, auto))
-    choices = [with_shipped(one, path) if isinstance(one, DrafterSpec) else one for one in named]
-
-    def open_runner(folder: Path, beside: Runner | None = None) -> Runner:
-        say(f"loading {shown_name(folder)}")
-        own = load_config(folder, trust_remote_code)
-        shares = beside if getattr(own, SHARES, False) else None
-        return open_model(
-            folder,
-            pick_dtype(dtype, where, own) if shares is None else shares.dtype,
-            where,
-            trust_remote_code=trust_remote_code,
-            progress=progress,
-            target=shares,
-        )
-
-    target_config = load_config(path, trust_remote_code)
-    with naming_model(path):
-        check_supported(target_config)
-        max_positions_of(target_config)
-    tokenizer: Any = load_tokenizer(path, trust_remote_code)
-    opening = Opening(
-        path=None,
-        model_path=path,
-        tokenizer=tokenizer,
-        resolve=cache(lambda name: resolve(name, progress, trust_remote_code=trust_remote_code, ways=WAYS)),
-        load_tokenizer=lambda folder: load_tokenizer(folder, trust_remote_code),
-        open_runner=open_runner,
-        say=say,
-        target_config=target_config,
-    )
-    kinds = {choice: _class_of(choice) for choice in choices}
-    remarks: dict[str, str] = {}  # by drafter
-    for choice, kind in kinds.items():
-        if kind is not None and isinstance(choice, DrafterSpec):
-            with naming(f"drafter={str(choice)!r}"):
-                kind.check(replace(opening, path=choice.path))
-                if choice.place is not None and choice.file is None:
-                    folder = opening.resolve(choice.place)
-                    whole = choice.kind == "model"
-                    shipped = is_shipped_for(folder, path)  # known by its folder, so the default model starts always
-                    remarks[choice.name] = check_pair(folder, path, force=force_pair or shipped, whole=whole) or (
-                        larger_draft(folder, path) if whole else ""
-                    )
-    target = open_runner(path)
+    named = {spec.kind: spec for group in groups for spec in group if isinstance(spec, DrafterSpec)}
+    auto = auto_specs(path, where.type, named) if AUTO in named else ()
+    choices = _choices(groups, auto, path)
+    loading = _Loading(dtype, where, trust_remote_code, progress)
+    opening = loading.opening(path)
+    classes = {choice: _class_of(choice) for choice in choices}
+    remarks = _check_drafters(classes, opening, force_pair=force_pair)
+    target = loading.runner(path)
     for remark in filter(None, (target.remark, *remarks.values())):
         say(f"note: {remark}")
-    drafters: dict[str, Drafter] = {}
-    for choice, kind in kinds.items():
-        if isinstance(choice, Drafter):
-            made = choice
-        elif kind is not None and choice.file is not None:
-            with naming_the_line(choice):
-                made = kind.open(opening, target)
-        elif kind is not None:
-            made = kind.open(replace(opening, path=choice.path), target)
-        else:
-            made = drafter_factory(choice.name)()
-        if isinstance(choice, DrafterSpec) and choice.name != getattr(made, "name", None):
-            made.call(choice.name)
-        if not getattr(made, "name", None):
-            raise ConfigError(f'drafter {type(made).__name__}: it has no name; give its class one, name = "mine"')
-        if ":" in made.name or "+" in made.name:
-            raise ConfigError(f"drafter name {made.name!r}: must not have a colon (NAME:PATH) or a plus (A+B)")
-        if about := remarks.get(made.name):
-            made.remark = "; ".join(filter(None, (made.remark, about)))
-        if made.name in drafters:
-            raise ConfigError(f"drafter {made.name!r} is given twice: give each once")
-        drafters[made.name] = made
-    default = "+".join(one.name for one in merged[0]) if merged else None
-    for name in (
-        ("prediction", "grammar") if drafters else ()
-    ):  # cost nothing until a request brings what they draft from
-        if name not in drafters:
-            drafters[name] = drafter_factory(name)()
-    chosen = tuple(spec.name for spec in auto)
-    spare = [spec.name for spec in auto if spec.kind not in own and _keeps_memory(drafters[spec.name])]
+    drafters = _open_drafters(classes, remarks, opening, target)
+    default = "+".join(one.name for one in groups[0]) if groups else None
+    dispensable = [spec.name for spec in auto if spec.kind not in named and _uses_cache(drafters[spec.name])]
     try:
         plan = plan_memory(target, list(drafters.values()), config)
     except CapacityError:
-        if config.max_draft_memory is None or not spare:
+        if config.max_draft_memory is None or not dispensable:
             raise
-        say(f"auto goes without {', '.join(spare)}: more of the cache than max_draft_memory allows")
-        drafters = {name: drafter for name, drafter in drafters.items() if name not in spare}
-        chosen = tuple(name for name in chosen if name not in spare)
+        say(f"auto goes without {', '.join(dispensable)}: more of the cache than max_draft_memory allows")
+        drafters = {name: one for name, one in drafters.items() if name not in dispensable}
         plan = plan_memory(target, list(drafters.values()), config)
-    given: dict[str, Any] = {
-        "default_drafter": default,
-        "auto": chosen,
-        "plan": plan,
-        "config": config,
-        "decoder": tokenizer,
-    }
+    make = partial(
+        Engine,
+        target,
+        drafters,
+        default_drafter=default,
+        auto=tuple(spec.name for spec in auto if spec.name in drafters),
+        plan=plan,
+        config=config,
+        decoder=opening.tokenizer,
+    )
     if config.rounds == "queued" or (config.rounds is None and has_kernels(where)):
-        engine = Engine(target, drafters, backend=QueuedBackend, graphs=config.graphs, progress=progress, **given)
+        engine = make(backend=QueuedBackend, graphs=config.graphs, progress=progress)
     else:
-        engine = Engine(target, drafters, backend=EagerBackend, **given)
+        engine = make(backend=EagerBackend)
     costs = known_costs(engine, path, config.measure_costs, progress)
     if costs is not None:
         engine.drafting.planner.adopt(costs)
@@ -193,38 +129,143 @@ def build(
         warm_up(engine, progress)
     engine.drafting.caution = target.remark
     with naming_model(path):
-        return Built(engine, tokenizer, path, eos_ids(target, tokenizer))
+        return Built(engine, opening.tokenizer, path, eos_ids(target, opening.tokenizer))
 
 
-def _expanded(parts: Sequence[DrafterSpec | Drafter], auto: Sequence[DrafterSpec]) -> Sequence[DrafterSpec | Drafter]:
-    specs = [one for one in parts if isinstance(one, DrafterSpec)]
-    return expanded(specs, auto) if specs else parts  # objects stand alone
-
-
-def _keeps_memory(drafter: Drafter) -> bool:
-    """Does it keep something in the cache?"""
-    return drafter.page_bytes(1) > 0 or (isinstance(drafter, DeviceDrafter) and bool(drafter.taps))
-
-
-def _class_of(choice: DrafterSpec | Drafter) -> type[Drafter] | None:
-    """The class of a drafter that is named, which knows how to open one; None: a mere function makes it."""
-    if isinstance(choice, DrafterSpec) and choice.file is not None:
-        return class_in_file(choice)
-    factory = drafter_factory(choice.name) if isinstance(choice, DrafterSpec) else None
-    return factory if isinstance(factory, type) and issubclass(factory, Drafter) else None
-
-
-def _listed(drafter: DrafterChoice) -> Iterable[str | Drafter]:
+def _parsed(drafter: DrafterChoice) -> list[tuple[Choice, ...]]:
+    """Parse the drafters that a caller names: a tuple for each entry, with several if their drafts are merged."""
     if drafter is None or drafter == "none":
         return []
     listed = [drafter] if isinstance(drafter, (str, Drafter)) else drafter
     if not (isinstance(listed, Sequence) and all(isinstance(one, (str, Drafter)) for one in listed)):
         raise ConfigError(f"drafter={drafter!r}: must be a name, a Drafter object (not its class), or a list of these")
-    return listed
+    parse_specs([one for one in listed if isinstance(one, str)])  # refuses ambiguous names
+    return [parse_merged(one) if isinstance(one, str) else (one,) for one in listed]
+
+
+def _choices(groups: Sequence[Sequence[Choice]], auto: Sequence[DrafterSpec], path: Path) -> list[Choice]:
+    """All drafters to open, each once: `auto` replaced by its drafters, and shipped weights found."""
+    found: dict[Choice, None] = {}
+    for group in groups:
+        specs = [one for one in group if isinstance(one, DrafterSpec)]
+        found.update(dict.fromkeys(expanded(specs, auto) if specs else group))  # a group of objects has one
+    return [with_shipped(one, path) if isinstance(one, DrafterSpec) else one for one in found]
+
+
+@dataclass(frozen=True, slots=True)
+class _Loading:
+    """How to load models: the target and those of drafters."""
+
+    dtype: str
+    device: torch.device
+    trust: bool
+    progress: Progress | None
+
+    def opening(self, path: Path) -> Opening:
+        """Check that the target is supported, and read its configuration and tokenizer."""
+        config = load_config(path, self.trust)
+        with naming_model(path):
+            check_supported(config)
+            max_positions_of(config)
+        return Opening(
+            path=None,
+            model_path=path,
+            tokenizer=load_tokenizer(path, self.trust),
+            resolve=cache(partial(resolve, progress=self.progress, trust_remote_code=self.trust, ways=WAYS)),
+            load_tokenizer=partial(load_tokenizer, trust_remote_code=self.trust),
+            open_runner=self.runner,
+            say=self.progress or (lambda _: None),
+            target_config=config,
+        )
+
+    def runner(self, folder: Path, beside: Runner | None = None) -> Runner:
+        """Load a model. beside: a runner whose embeddings it may share."""
+        if self.progress is not None:
+            self.progress(f"loading {shown_name(folder)}")
+        config = load_config(folder, self.trust)
+        shared = beside if getattr(config, SHARES, False) else None
+        return open_model(
+            folder,
+            pick_dtype(self.dtype, self.device, config) if shared is None else shared.dtype,
+            self.device,
+            trust_remote_code=self.trust,
+            progress=self.progress,
+            target=shared,
+        )
+
+
+def _check_drafters(classes: Classes, opening: Opening, *, force_pair: bool) -> dict[str, str]:
+    """Check that named drafters suit the target, before any weights are loaded. Returns remarks by drafter."""
+    remarks: dict[str, str] = {}
+    for choice, kind in classes.items():
+        if kind is None or not isinstance(choice, DrafterSpec):
+            continue
+        with naming(f"drafter={str(choice)!r}"):
+            kind.check(replace(opening, path=choice.path))
+            if choice.place is None or choice.file is not None:
+                continue
+            folder, target = opening.resolve(choice.place), opening.model_path
+            is_model = choice.kind == "model"
+            force = force_pair or is_shipped_for(folder, target)  # the default model must always start
+            remark = check_pair(folder, target, force=force, whole=is_model)
+            remarks[choice.name] = remark or (larger_draft(folder, target) if is_model else "")
+    return remarks
+
+
+def _open_drafters(
+    classes: Classes, remarks: Mapping[str, str], opening: Opening, target: Runner
+) -> dict[str, Drafter]:
+    """Open all drafters, by name; with any, also those that draft from a request's prediction and grammar."""
+    drafters: dict[str, Drafter] = {}
+    for choice, kind in classes.items():
+        made = _open_drafter(choice, kind, opening, target)
+        if about := remarks.get(made.name):
+            made.remark = "; ".join(filter(None, (made.remark, about)))
+        if made.name in drafters:
+            raise ConfigError(f"drafter {made.name!r} is given twice: give each once")
+        drafters[made.name] = made
+    for name in ("prediction", "grammar") if drafters else ():
+        if name not in drafters:
+            drafters[name] = drafter_factory(name)()
+    return drafters
+
+
+def _open_drafter(choice: Choice, kind: type[Drafter] | None, opening: Opening, target: Runner) -> Drafter:
+    if isinstance(choice, Drafter):
+        made = choice
+    elif kind is None:
+        made = drafter_factory(choice.name)()
+    elif choice.file is not None:
+        with naming_the_line(choice):
+            made = kind.open(opening, target)
+    else:
+        made = kind.open(replace(opening, path=choice.path), target)
+    if isinstance(choice, DrafterSpec) and choice.name != getattr(made, "name", None):
+        made.call(choice.name)
+    if not getattr(made, "name", None):
+        raise ConfigError(f'drafter {type(made).__name__}: it has no name; give its class one, name = "mine"')
+    if ":" in made.name or "+" in made.name:
+        raise ConfigError(f"drafter name {made.name!r}: must not have a colon (NAME:PATH) or a plus (A+B)")
+    return made
+
+
+def _uses_cache(drafter: Drafter) -> bool:
+    """Whether it keeps something in the cache."""
+    return drafter.page_bytes(1) > 0 or (isinstance(drafter, DeviceDrafter) and bool(drafter.taps))
+
+
+def _class_of(choice: Choice) -> type[Drafter] | None:
+    """The class that opens a named drafter; None: an object, or a function makes it."""
+    if not isinstance(choice, DrafterSpec):
+        return None
+    if choice.file is not None:
+        return class_in_file(choice)
+    factory = drafter_factory(choice.name)
+    return factory if isinstance(factory, type) and issubclass(factory, Drafter) else None
 
 
 def eos_ids(target: Runner, tokenizer: Any) -> frozenset[int]:
-    """Everything that ends an answer: the generation configuration may name several, the tokenizer one."""
+    """The tokens that end an answer, from the generation configuration, the model's configuration and the tokenizer."""
     found: set[int] = set()
     for source in (getattr(target.model, "generation_config", None), target.config, tokenizer):
         ids = getattr(source, "eos_token_id", None)
