@@ -1,4 +1,4 @@
-"""One thread that drives an engine, so that callers on any thread, blocking or asynchronous, share its batches."""
+"""The thread that runs an engine. Callers on any thread, blocking or asynchronous, share its batches."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from slipstream.engine.step import Engine
 _CLOSED = "the engine is closed: make a new LLM"
 _log = logging.getLogger("slipstream.engine")
 _PATIENCE_S = 10.0
-"""Longest time that the end of the program waits for a step in flight."""
+"""Longest time that the exiting program waits for an engine's thread."""
 _PAUSE_S = 0.5
-"""Time without work after which garbage is collected."""
+"""Time without work after which to collect garbage."""
 
-_running: set[EngineLoop] = set()  # those whose thread has not ended
+_running: set[EngineLoop] = set()  # loops whose thread has not ended
 
 
 class EngineLoop:
-    """Takes jobs at any time from any thread; makes steps while there is work, and sleeps otherwise.
+    """Takes jobs at any time from any thread; runs steps while there is work, and sleeps otherwise.
 
-    make: builds the engine, on the loop's own thread. On a CPU each thread that computes keeps a team of workers, and
-    two teams on the same cores delay each other at every product (measured: steps half as long again).
-    after_turn: called on the engine's thread after each step and each action. It must be quick and must not raise.
+    make: builds the engine, on the loop's own thread: torch keeps a pool of CPU workers for each thread that computes,
+    and two pools slow each other down (measured: steps take 1.5 times as long).
+    after_turn: called on the engine's thread after each step and each action. Must be quick and must not raise.
     """
 
     def __init__(self, make: Callable[[], Engine], after_turn: Callable[[], None] = lambda: None) -> None:
@@ -40,10 +40,10 @@ class EngineLoop:
         self.after_turn = after_turn
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._open = True
-        self._ended = False  # written by the engine's thread alone, as its last action
-        self._broke = ""  # why the engine ended, where `close` did not end it
-        self._turn_began: float | None = None  # None: it waits for work
-        self._lock = threading.Lock()  # nothing enters the inbox of a loop that was told to end
+        self._ended = False  # written by the engine's thread only
+        self._broke = ""  # the error that ended the engine; empty after `close`
+        self._turn_began: float | None = None  # None: the thread waits for work
+        self._lock = threading.Lock()  # a closed loop's inbox takes no more actions
         self._coming = 0  # answers of jobs in the inbox
         made: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, args=(make, made), name="slipstream-engine", daemon=True)
@@ -55,14 +55,13 @@ class EngineLoop:
             self._stop_making()
             raise
         if error is not None:
-            self._thread.join(_PATIENCE_S)  # a program that ends first would tear the thread out of torch, and abort
+            self._thread.join(_PATIENCE_S)  # a program that exits while it is inside torch aborts
             raise error
 
     def post(self, jobs: Sequence[Job], refused: Callable[[Exception], None]) -> None:
-        """Start jobs together, without waiting. Their sinks, and `refused` where one cannot run, are called on the
-        engine's thread.
+        """Start jobs together, without waiting. Raises `QueueFull` if too many answers wait.
 
-        Raises `QueueFull` at once where too many wait.
+        Calls the jobs' sinks, and `refused` if a job cannot run, on the engine's thread.
         """
 
         def start() -> None:
@@ -75,15 +74,15 @@ class EngineLoop:
         self._post(start, jobs)
 
     def abort(self, job_id: str) -> None:
-        """End the job of this name after the step in flight. Does not wait."""
+        """End the job with this id after the step in flight. Does not wait."""
         self._post_unless_closed(lambda: self.engine.abort(job_id))
 
     def drop(self, job: Job) -> None:
-        """Abort this very job, and no other that has taken its name since it ended."""
+        """Abort this job, but not a later one with the same id. Does not wait."""
         self._post_unless_closed(lambda: self.engine.abort(job.id) if self.engine.jobs.get(job.id) is job else None)
 
     def call(self, action: Callable[[], None]) -> None:
-        """Run an action between two steps, and wait for it."""
+        """Run an action between two steps, and wait for its end."""
         done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
         def run() -> None:
@@ -98,21 +97,21 @@ class EngineLoop:
             raise error
 
     def pulse(self) -> Pulse:
-        """Whether the engine's thread lives, and how long its turn has lasted. Does not disturb it."""
+        """Whether the engine's thread is alive, and how long its turn has lasted. Does not wait."""
         began = self._turn_began
         alive = self._thread.is_alive() and self._open
         return Pulse(alive, 0.0 if began is None else time.perf_counter() - began, self._broke)
 
     def close(self, timeout: float | None = None) -> None:
-        """Abort all jobs, end the thread, and wait for it: no longer than `timeout` seconds."""
-        self._tell_to_end()
+        """Abort all jobs, end the thread, and wait at most `timeout` seconds for it."""
+        self._request_end()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout)
 
     def _closed(self) -> RequestError:
         return EngineDied(f"{_CLOSED} ({self._broke})") if self._broke else RequestError(_CLOSED)
 
-    def _tell_to_end(self) -> None:
+    def _request_end(self) -> None:
         def end() -> None:
             self._ended = True
             for job_id in list(self.engine.jobs):
@@ -124,11 +123,11 @@ class EngineLoop:
                 self._inbox.put(end)
 
     def _stop_making(self) -> None:
-        """Raise `KeyboardInterrupt` in the thread that makes the engine, and wait for its end.
+        """Raise `KeyboardInterrupt` in the thread that builds the engine, and wait for its end.
 
-        A thread that still runs when the program ends is torn out of torch, and that aborts the process.
+        A program that exits while a thread is inside torch aborts.
         """
-        self._tell_to_end()  # the engine may be ready, or not begun
+        self._request_end()  # if the engine is ready, or its build has not begun
         thread = ctypes.c_ulong(self._thread.ident or 0)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(KeyboardInterrupt))
         with suppress(RuntimeError):  # the thread was not started
@@ -141,11 +140,11 @@ class EngineLoop:
         if self._ended:
             raise self._closed()
         for job in jobs:
-            job.sink = self._watched(job)
+            job.sink = self._guarded(job)
             self.engine.add(job)
 
-    def _watched(self, job: Job) -> Callable[[RequestOutput], None]:
-        """The job's sink; if it raises, the job is dropped and the engine goes on."""
+    def _guarded(self, job: Job) -> Callable[[RequestOutput], None]:
+        """Wrap the job's sink: if it raises, the job is dropped and the engine goes on."""
         sink = job.sink
 
         def deliver(output: RequestOutput) -> None:
@@ -178,7 +177,7 @@ class EngineLoop:
             _running.discard(self)
             made.put(error)
             return
-        del make  # it refers to its owner
+        del make  # it holds a reference to the `LLM`
         made.put(None)
         self._serve()
         _running.discard(self)
@@ -195,20 +194,20 @@ class EngineLoop:
                     action = self._next()
                     self._turn_began = time.perf_counter()
                     action()
-            except BaseException as error:  # a drafter's code may raise anything, and this thread must survive it
+            except BaseException as error:  # a drafter may raise anything, and this thread must survive
                 self._fail(error)
             self.after_turn()
         self._turn_began = None
 
     def _next(self) -> Callable[[], None]:
-        """Wait for the next action."""
+        """Wait for the next action. Collects garbage after a pause without work."""
         with suppress(queue.Empty):
             return self._inbox.get(timeout=_PAUSE_S)
         tidy()
         return self._inbox.get()
 
     def _fail(self, error: BaseException) -> None:
-        """End all jobs, with the reason. If that fails, or the device did, close the engine and answer its callers."""
+        """End all jobs with this error. If that fails, or the device has failed, close the engine too."""
         try:
             if device_failed(error):
                 raise error
@@ -234,13 +233,13 @@ def _answers(jobs: Sequence[Job]) -> int:
 
 @atexit.register
 def _close_all() -> None:
-    """End the threads of engines that were not closed: one that computes while Python exits aborts the process."""
+    """Close the engines that are open: a thread that computes while Python exits aborts the process."""
     for loop in list(_running):
         loop.close(_PATIENCE_S)
 
 
 def _wait_for(made: queue.SimpleQueue[BaseException | None]) -> BaseException | None:
-    """Wait in short turns, since a Ctrl-C that comes just before a wait does not end it."""
+    """Wait in short turns: a Ctrl-C just before a wait takes effect only when it ends."""
     while True:
         with suppress(queue.Empty):
             return made.get(timeout=0.2)

@@ -1,8 +1,8 @@
-"""Outputs on their way from the engine's thread to those who listen: an event loop, or a server in another process.
+"""Delivery of outputs from the engine's thread to event loops, or to a server in another process.
 
-The engine's thread only collects outputs, and sends them when its turn is over: one wake-up or one message a turn,
-however many streams there are. Reporting a step takes some microseconds a stream. That is nothing beside the step of a
-large model, but as long as the step of a small one: there `Pacing` reports several steps together.
+The engine's thread collects outputs during its turn and sends them at the end: one wake-up or one message for all
+streams. Reporting a step takes microseconds a stream, which is little beside a step of a large model, but as much as
+a step of a small one. `Pacing` then reports several steps together.
 """
 
 from __future__ import annotations
@@ -19,47 +19,47 @@ from slipstream.core.errors import RequestError
 from slipstream.core.outputs import RequestOutput
 
 CROWD = 8
-"""Fewer streams are told of every step."""
+"""Fewer streams get a report of every step."""
 LONGEST_S = 0.025
-"""Longest time that an output waits, except for the step that runs then."""
+"""Longest time that an output waits, apart from the step in progress."""
 NEWEST = 0.2
-"""Weight of the newest figure in a running mean."""
+"""Weight of the newest value in a running mean."""
 LOOP_PART = 0.25
-"""Part of a step that an event loop may take for its outputs, while a device has the next step in hand."""
+"""An event loop may take this part of a step for its outputs, since the device computes meanwhile."""
 LOOP_SHARE = 0.04
-"""Share of all time for that, where it takes more than this part."""
+"""Share of all time that it may take when that part is exceeded."""
 OUTBOX_SHARE = 0.02
-"""The same for an outbox, which takes the engine's own thread; more than this share of a step is too much."""
+"""Both limits for an outbox, which takes time of the engine's own thread."""
 
-Arrival = RequestOutput | Exception  # an output of a request, or why it was refused
+Arrival = RequestOutput | Exception  # an output of a request, or the reason for its refusal
 
 
 class Reporter(Protocol):
-    """A request whose output can wait."""
+    """A request whose outputs can be held."""
 
     def report(self) -> None:
-        """Put everything new into an output."""
+        """Send an output with all news."""
 
 
 class Pacing:
-    """Decides when streams are told of steps. On the engine's thread, except for `note_cost`.
+    """Decides when requests report. Runs on the engine's thread, except for `note_cost`.
 
-    part: of a step, that reporting to all streams may take; above it, steps are reported together.
-    share: of all time, that reporting takes then. clock: seconds of the wall.
+    part: of a step that reporting may take; above it, several steps are reported together.
+    share: of all time that reporting takes in that case. clock: wall time in seconds.
     """
 
     def __init__(self, part: float, share: float, clock: Callable[[], float] = time.perf_counter) -> None:
         self._part, self._share = part, share
         self._clock = clock
-        self._each_s = 0.0  # measured cost of one stream
-        self._holding: dict[Reporter, None] = {}  # requests with held news
+        self._each_s = 0.0  # measured cost of a report to one stream
+        self._holding: dict[Reporter, None] = {}  # requests whose news are held
         self._asked = self._crowd = 0  # requests with news in this step, and in the last one
         self._reporting = False
         self._step_s = 0.0
         self._last = self._next = 0.0  # end of the last step; when held news are due
 
     def holds(self, request: Reporter, urgent: bool) -> bool:
-        """Whether this request's news must wait; it is asked to report when they are due. urgent: they never wait."""
+        """Whether to hold this request's news; if so, its `report` is called when they are due. urgent: never hold."""
         if self._reporting:
             return False
         self._asked += not urgent
@@ -70,7 +70,7 @@ class Pacing:
         return True
 
     def end_turn(self) -> None:
-        """Ask the requests that were held to report, if their news are due."""
+        """Let the held requests report, if their news are due."""
         now = self._clock()
         if self._asked:
             self._step_s += NEWEST * (min(now - self._last, LONGEST_S) - self._step_s)
@@ -84,12 +84,12 @@ class Pacing:
             self._reporting, self._holding = False, {}
 
     def note_cost(self, seconds: float, streams: int) -> None:
-        """Reporting to this many streams took this long. Called by one thread."""
+        """Record the time of a report to this number of streams. Called by one thread."""
         self._each_s += NEWEST * (seconds / streams - self._each_s)
 
     @property
     def _pace_s(self) -> float:
-        """Time between two reports to a crowd; 0: every step is reported."""
+        """Time between two reports; 0: report every step."""
         cost = self._crowd * self._each_s
         if self._crowd < CROWD or cost <= self._part * self._step_s:
             return 0.0
@@ -97,10 +97,9 @@ class Pacing:
 
 
 class Outbox(Pacing):
-    """Outputs for another process: one call of `send` a turn, on the engine's thread.
+    """Sends outputs to another process, by one call of `send` a turn on the engine's thread.
 
-    cpu: seconds of the calling thread's own work. Pickling and writing take the engine's thread less time than a second
-    thread would by competing for the interpreter.
+    A second thread would cost more, since it would compete for the interpreter. cpu: CPU time of the calling thread.
     """
 
     def __init__(
@@ -117,8 +116,8 @@ class Outbox(Pacing):
         self._outputs.append((number, output))
 
     def flush(self) -> None:
-        """End the turn. The cost includes the making of outputs that were held."""
-        began = self._cpu()
+        """End the turn."""
+        began = self._cpu()  # the cost includes making the held outputs
         self.end_turn()
         if not self._outputs:
             return
@@ -129,9 +128,9 @@ class Outbox(Pacing):
 
 
 class OutputStream:
-    """Requests that were started together, as their event loop sees them. Only `put` is for other threads.
+    """The outputs of requests that were started together. All methods except `put` belong to its event loop.
 
-    drop: aborts those that run.
+    drop: aborts the running requests.
     """
 
     def __init__(self, deliveries: Deliveries, drop: Callable[[], None], requests: int = 1) -> None:
@@ -144,13 +143,13 @@ class OutputStream:
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, arrival: Arrival) -> None:
-        """On the thread of the engine or of its channel. Raises `RequestError` if the event loop is closed."""
+        """Called on the thread of the engine or of its channel. Raises `RequestError` if the event loop is closed."""
         self._deliveries.put(self, arrival)
 
     async def take(self) -> list[RequestOutput]:
-        """Wait for outputs, and return all that came since the last call; empty at the end, or after `close`.
+        """Wait for outputs, and return all since the last call: none at the end or after `close`.
 
-        Raises the error of a request that was refused.
+        Raises the error of a refused request.
         """
         if not (self._arrived or self._error or self.finished):
             self._waiter = asyncio.get_running_loop().create_future()
@@ -164,7 +163,7 @@ class OutputStream:
         return arrived
 
     def close(self) -> None:
-        """Stop listening: running requests end within a step, and `take` returns."""
+        """Abort the running requests, and let `take` return."""
         if not self.finished:
             self.finished = True
             self._arrived = []
@@ -177,8 +176,8 @@ class OutputStream:
             self._error = error
             self.close()
 
-    def _hear(self, arrival: Arrival) -> None:
-        """On the event loop."""
+    def receive(self, arrival: Arrival) -> None:
+        """Called on the event loop by `Deliveries`."""
         if self.finished:
             return
         if isinstance(arrival, Exception):
@@ -195,7 +194,7 @@ class OutputStream:
 
 
 class Deliveries(Pacing):
-    """Between one engine and one event loop. cpu: seconds of the calling thread's own work."""
+    """Sends outputs of one engine to the streams of one event loop. cpu: CPU time of the calling thread."""
 
     def __init__(
         self,
@@ -207,16 +206,16 @@ class Deliveries(Pacing):
         self.loop = loop
         self._cpu = cpu
         self._waiting: deque[tuple[OutputStream, Arrival]] = deque()
-        self._called = False  # the loop was woken, and has not looked yet
+        self._called = False  # a call of `_hand_out` is due
 
     def put(self, stream: OutputStream, arrival: Arrival) -> None:
-        """On the engine's thread."""
+        """Called on the engine's thread."""
         if self.loop.is_closed():
             raise RequestError("the event loop that asked is closed")
         self._waiting.append((stream, arrival))
 
     def flush(self) -> None:
-        """On the engine's thread, at the end of its turn."""
+        """Called on the engine's thread at the end of its turn."""
         self.end_turn()
         if self._waiting and not self._called:
             self._called = True
@@ -224,15 +223,15 @@ class Deliveries(Pacing):
                 self.loop.call_soon_threadsafe(self._hand_out)
 
     def _hand_out(self) -> None:
-        """On the event loop."""
-        self._called = False  # before looking: later outputs wake the loop again
+        """Called on the event loop."""
+        self._called = False  # before reading: later outputs wake the loop again
         began, count = self._cpu(), 0
         with suppress(IndexError):
             while True:
                 stream, arrival = self._waiting.popleft()
-                stream._hear(arrival)
+                stream.receive(arrival)
                 count += 1
-        if count >= CROWD:  # tasks that wait for these run next, and then what they write is sent
+        if count >= CROWD:  # the cost includes the tasks that wait for these outputs, and the writes that they cause
             self.loop.call_soon(self.loop.call_soon, self._handed_out, began, count)
 
     def _handed_out(self, began: float, count: int) -> None:
@@ -240,14 +239,14 @@ class Deliveries(Pacing):
 
 
 class Listeners:
-    """The event loops that listen to one engine, and what is on its way to each."""
+    """The `Deliveries` of one engine, one for each event loop."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._deliveries: dict[asyncio.AbstractEventLoop, Deliveries] = {}  # replaced, not changed
 
     def to(self, loop: asyncio.AbstractEventLoop) -> Deliveries:
-        """On any thread."""
+        """Called on any thread."""
         with self._lock:
             if loop not in self._deliveries:
                 kept = {one: deliveries for one, deliveries in self._deliveries.items() if not one.is_closed()}
@@ -255,6 +254,6 @@ class Listeners:
             return self._deliveries[loop]
 
     def flush(self) -> None:
-        """On the thread that puts outputs, at the end of its turn."""
+        """Called on the thread that puts outputs, at the end of its turn."""
         for deliveries in self._deliveries.values():
             deliveries.flush()
