@@ -1,4 +1,4 @@
-"""From what a caller asks to a job that the engine can run."""
+"""Builds jobs, which the engine runs, from prompts and parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slipstream.engine.text import Remembered, TextStream
 
 
 class Intake:
-    """Turns prompts into jobs, and refuses everything that can be refused before a job takes memory."""
+    """Checks prompts and turns them into jobs. Refuses invalid ones before they take memory. Any thread may call it."""
 
     def __init__(self, tokenizer: Any, eos_ids: Collection[int], loaded: Loaded) -> None:
         self.loaded = loaded
@@ -36,13 +36,12 @@ class Intake:
         return self.job_of(self._requests.make(prompt, params, streaming=streaming, request_id=request_id), sink)
 
     def job_of(self, request: Request, sink: Sink = lambda output: None, compiling: CompileLimits | None = None) -> Job:
-        """The job of a checked request. Compiles its grammar, within these limits: None has no limit."""
-        ids, params = request.prompt_ids, request.params
+        """Make the job of a checked request, and compile its grammar. compiling: limits for that; None: no limits."""
+        ids, params, constraint = request.prompt_ids, request.params, None
         job = Job(request.id, request.prompt, ids, params, sink, request.streaming, request.arrived)
-        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids)
-        form = params.structured_outputs
-        stops, tenant = params.stop_token_ids, params.speculation.tenant
-        constraint = None if form is None else self.grammars.constraint(form, stops, compiling, tenant)
+        stops = params.stop_token_ids
+        if (form := params.structured_outputs) is not None:
+            constraint = self.grammars.constraint(form, stops, compiling, params.speculation.tenant)
         for sample in range(params.n):
             answer = Answer(
                 job=job,
@@ -65,7 +64,7 @@ class Intake:
                 prediction=request.prediction,
                 material=request.material,
                 bad_words=request.bad_words,
-                end_ids=ends,
+                end_ids=frozenset(stops if params.ignore_eos else {*stops, *self._eos_ids}),
                 constraint=constraint.fresh() if constraint is not None and sample else constraint,
                 leader=job.answers[0] if sample else None,
             )

@@ -1,5 +1,5 @@
-"""Requests, checked and in tokens. Plain data, and every check that needs no engine: a server checks requests in one
-process and runs them in another.
+"""Checks and tokenizes requests. Needs no engine and no torch: a server checks requests in one process and runs them
+in another.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 class Request:
     """A checked request, in tokens.
 
-    seed: the request's own, or one drawn for it. number: its name between a server and its engine's process.
-    unenforced: rules of its schema that the grammar cannot hold, where that was compiled.
+    seed: given or drawn. number: its id between a server and its engine's process.
+    unenforced: rules of its schema that its compiled grammar cannot enforce.
     """
 
     id: str
@@ -37,30 +37,30 @@ class Request:
     prediction: tuple[int, ...] = ()
     material: tuple[tuple[int, ...], ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
-    arrived: float = field(default_factory=time.perf_counter)  # a clock of the whole machine
+    arrived: float = field(default_factory=time.perf_counter)  # all processes share this clock
     number: int = 0
     unenforced: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes by purpose, and what they allow."""
+    """The engine's memory by purpose, and the limits that follow from it."""
 
     weights_bytes: int
     draft_weights_bytes: int
     cache_bytes: int  # target and draft caches, hidden states included
-    workspace_bytes: int  # logits of the largest pass, and what drafters need besides their caches
+    workspace_bytes: int  # logits of the largest pass, and workspace of drafters
     num_pages: int
     max_model_len: int
-    limit: Limit = "model"  # what keeps the context from being longer
-    draft_cache_bytes: int = 0  # of the cache: what drafters keep there, which requests could have otherwise
-    draft_places: int | None = None  # tokens' places that guesses may take at a time; None: any number
-    max_positions: int = 0  # the model's own limit
+    limit: Limit = "model"  # the reason for `max_model_len`
+    draft_cache_bytes: int = 0  # the part of the cache that drafters keep
+    draft_places: int | None = None  # most draft nodes in the cache at a time; None: no limit
+    max_positions: int = 0  # the target's own limit
 
     @property
     def most_keys(self) -> int:
-        """Most keys that a row of a pass sees: a whole text, its next token, and the draft behind it."""
-        from slipstream.core.draft import MAX_NODES  # it imports torch, which a server's process does not need here
+        """Most keys that a row of a pass sees: the longest text, its next token, and a draft."""
+        from slipstream.core.draft import MAX_NODES  # imports torch, which a server's process does without
 
         return self.max_model_len + 1 + MAX_NODES
 
@@ -81,10 +81,10 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What requests are checked against: names and numbers of a loaded engine.
+    """Properties of a loaded engine that requests are checked against.
 
-    drafters: by name, whether it drafts from material. default: the drafter of a request that names none.
-    auto: the drafters that this name stands for.
+    drafters: whether each uses the material of a request. default: the drafter of requests that name none.
+    auto: the drafters behind the name `auto`.
     """
 
     vocab_size: int
@@ -95,7 +95,7 @@ class Loaded:
 
 
 class Requests:
-    """Checks and tokenizes what callers give. Any thread may call it."""
+    """Checks and tokenizes prompts and their parameters. Any thread may call it."""
 
     def __init__(self, tokenizer: Any, loaded: Loaded) -> None:
         self._tokenizer = tokenizer
@@ -104,7 +104,7 @@ class Requests:
     def make(
         self, prompt: Prompt, params: SamplingParams, *, streaming: bool, request_id: str | None = None
     ) -> Request:
-        """Raises `InvalidRequest`, with the key, the value and the remedy."""
+        """Make a request. Raises `InvalidRequest`, with the key, the value and the remedy."""
         text, ids = self._prompt(prompt)
         self._loaded.plan.check_prompt(len(ids))
         params = self._named(params)
@@ -141,7 +141,7 @@ class Requests:
         return text, [int(token) for token in ids]
 
     def _named(self, params: SamplingParams) -> SamplingParams:
-        """The same, with its drafter's name as it was loaded: `eagle3`, say, for `eagle`."""
+        """Replace a drafter's alias by the name under which it is loaded, such as `eagle` by `eagle3`."""
         wanted = params.speculation.drafter
         own = wanted if wanted is None else loaded_as(wanted, self._loaded.drafters)
         return params if own == wanted else replace(params, speculation=replace(params.speculation, drafter=own))
@@ -150,10 +150,10 @@ class Requests:
         self._check_ids("logit_bias", params.logit_bias)
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
-        wanted = params.speculation.drafter
-        if params.speculation.enabled:
-            self._check_material(params)
-        if not params.speculation.enabled or wanted is None:
+        if not params.speculation.enabled:
+            return
+        self._check_material(params)
+        if (wanted := params.speculation.drafter) is None:
             return
         names, auto, drafters = wanted.split("+"), self._loaded.auto, self._loaded.drafters
         if not set(names_of(wanted, auto)) <= set(drafters):
@@ -168,15 +168,17 @@ class Requests:
             raise InvalidRequest(f"speculation.drafter={wanted!r}: must name each drafter once")
 
     def _check_material(self, params: SamplingParams) -> None:
-        """Refuse material that no drafter of the request would use."""
+        """Refuse material that no drafter of the request uses."""
+        if not params.speculation.material:
+            return
         loaded = self._loaded
         named = params.speculation.drafter or chosen_for(loaded.default, params.prediction is not None) or ""
         names = [name for name in names_of(named, loaded.auto) if name in loaded.drafters]
-        if params.speculation.material and not any(loaded.drafters[name] for name in names):
+        if not any(loaded.drafters[name] for name in names):
             taking = [name for name, takes in loaded.drafters.items() if takes]
             remedy = f"name one that does: {', '.join(taking)}" if taking else "load one that does, such as suffix"
-            who = f"{named} does not draft from it" if named else "there is no drafter to draft from it"
-            raise InvalidRequest(f"speculation.material: {who}; {remedy}, or leave it out")
+            reason = f"{named} does not draft from it" if named else "there is no drafter to draft from it"
+            raise InvalidRequest(f"speculation.material: {reason}; {remedy}, or leave it out")
 
     def _check_ids(self, key: str, ids: Iterable[object]) -> None:
         size = self._loaded.vocab_size
@@ -186,7 +188,7 @@ class Requests:
                 raise InvalidRequest(f"{key}: token id {token!r} must be a whole number, 0 to {size - 1}")
 
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """The tokens of each word at the beginning of a text and after a space."""
+        """Encode each word as at the beginning of a text and as after a space."""
         found = dict.fromkeys(tuple(self._encode(form)) for word in words for form in (word, " " + word.lstrip()))
         return tuple(ids for ids in found if ids)
 
@@ -196,8 +198,8 @@ class Requests:
 
 
 def check_text(text: str) -> None:
-    """Refuse text with lone surrogates, as Python reads them from a file of another encoding."""
+    """Refuse text with lone surrogates, which Python makes of files in another encoding."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise InvalidRequest(f"the text is not UTF-8 at character {error.start}: mend its encoding") from None
+        raise InvalidRequest(f"the text is not UTF-8 at character {error.start}: correct its encoding") from None

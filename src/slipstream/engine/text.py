@@ -1,4 +1,4 @@
-"""Tokens into text as they come: never half a character, never the beginning of a stop string."""
+"""Incremental detokenization: never shows part of a character or the beginning of a stop string."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from tokenizers.decoders import Decoder as Base
 
 _BROKEN = "\ufffd"
 _CONTEXT = 6
-"""Prompt tokens decoded along: whether a first token begins with a space depends on what stands before it."""
+"""Last prompt tokens that are decoded as context: a first token's space may depend on them."""
 _UNFINISHED = 3
-"""Most tokens that the beginning of a character can have: four bytes are a whole one."""
+"""Most tokens of an unfinished character: with four bytes it is finished."""
 _SPACED = "a . b ? c"
-"""A text with spaces that some decoders take out."""
+"""A text with spaces that some decoders remove."""
 _SHORT = 3
+"""Most tokens of a remembered run."""
 _MOST_KNOWN = 1 << 16
-"""Tokens of a run that is remembered, and such runs: about 20 MB."""
+"""Most remembered runs: about 20 MB."""
 
 
 class Decoder(Protocol):
-    """The part of a tokenizer that is needed here."""
+    """The part of a tokenizer that `TextStream` uses."""
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = ...) -> str: ...
 
 
 class _Pieces(dict[int, str | None]):
-    """By token, its text wherever it stands; None: it has only a part of a character."""
+    """The text of each token, if its context does not change it; None: part of a character."""
 
     def __init__(self, decoder: Decoder, *, skip_special_tokens: bool) -> None:
         self._decoder, self._skip = decoder, skip_special_tokens
@@ -39,12 +40,10 @@ class _Pieces(dict[int, str | None]):
 
 
 class Remembered:
-    """A decoder that knows short runs of tokens again: a text is decoded two or three tokens at a time, and of those
-    most were decoded before. A call of a real tokenizer takes ten microseconds, which is much for each of a hundred
-    tokens of a round.
+    """A decoder that remembers short runs of tokens, since a tokenizer takes 10 us a call and most runs come again.
 
-    pieces: by whether special tokens are skipped, the texts of single tokens; nothing where what a token says depends
-    on those around it.
+    pieces: texts of single tokens, by whether special tokens are skipped; empty if a token's text depends on its
+    context.
     """
 
     def __init__(self, decoder: Decoder) -> None:
@@ -61,16 +60,16 @@ class Remembered:
         if found is None:
             found = self._decoder.decode(token_ids, skip_special_tokens=skip_special_tokens)
             if len(self._known) >= _MOST_KNOWN:
-                self._known.clear()  # what is still said comes back soon
+                self._known.clear()  # frequent runs come back soon
             self._known[key] = found
         return found
 
 
 class TextStream:
-    """One answer's text. `push` takes tokens one at a time, and says whether a stop string is complete.
+    """The text of one answer. `push` appends a token.
 
-    A token may end inside a UTF-8 character; its text then waits for the next one. `visible` is what may be shown:
-    while the answer runs it holds back what could become a stop string. It only ever grows.
+    A token may end inside a UTF-8 character; its text then waits for the next one. `visible` never shrinks: while the
+    answer runs it leaves out an end that could become a stop string.
     """
 
     def __init__(
@@ -88,8 +87,8 @@ class TextStream:
         self._stops = tuple(stops)
         self._keep_stop = keep_stop
         self._ids = list(prompt[-_CONTEXT:])
-        self._shown = len(self._ids)  # tokens whose text is in `_text`, the context's counted as such
-        self._from = 0  # tokens before this one no longer matter for decoding
+        self._shown = len(self._ids)  # tokens whose text is in `_text`, and those of the context
+        self._from = 0  # first token that decoding needs as context
         self._text = ""
         self._done = False
 
@@ -102,13 +101,13 @@ class TextStream:
 
     @property
     def length(self) -> int:
-        """Characters, those included that are held back."""
+        """Characters, including those that are not visible yet."""
         return len(self._text)
 
     def push(self, token: int, *, may_stop: bool = True) -> str | None:
-        """Append one token. Returns the stop string that it completed, with the text cut there; else None.
+        """Append one token. Return the stop string that it completed, after cutting the text there, or None.
 
-        may_stop: False lets a stop string that this token completes pass, now and later.
+        may_stop: False ignores a stop string that this token completes.
         """
         waits = self._shown < len(self._ids) or self._done
         piece = None if waits or self._pieces is None else self._pieces[token]
@@ -123,7 +122,7 @@ class TextStream:
         return self._find_stop(before)
 
     def finish(self) -> None:
-        """No more tokens: what waited for the rest of a character is shown as it is."""
+        """End the text. Shows an unfinished character as it is."""
         if not self._done:
             self._advance(final=True)
             self._done = True
@@ -137,31 +136,31 @@ class TextStream:
         if both.endswith(_BROKEN) and not final:
             end = self._unbroken(both)
             both = self._decode(self._from, end)
-        if not both.startswith(known):  # a decoder that changes earlier text: start afresh behind it
+        if not both.startswith(known):  # the decoder changed earlier text: decode the new tokens alone
             known, both = "", self._decode(self._shown, end)
         self._append(both[len(known) :], end)
 
     def _append(self, new: str, end: int | None = None) -> None:
-        """The text of the tokens up to there that was not shown yet; None: of all tokens."""
+        """Append the new text of the tokens up to `end`; None: of all tokens."""
         self._text += new
-        if new:  # tokens without text are no context for what follows
+        if new:  # tokens without text are no context
             self._from = self._shown
         self._shown = len(self._ids) if end is None else end
 
     def _unbroken(self, text: str) -> int:
-        """Where the tokens end whose text is final, when `text`, that of all of them, ends in a broken character.
+        """The number of tokens whose text is final, when `text`, of all tokens, ends in a broken character.
 
-        Usually that character is not finished yet, and everything new waits. In a long run of bytes that are no
-        text at all, the older ones need not wait: nothing will make characters of them.
+        Usually that character is unfinished, and all new tokens wait. In a long run of bytes that are not UTF-8,
+        older tokens are final: no further byte can complete them.
         """
         newest = len(self._ids) - _UNFINISHED
         for end in range(newest, max(self._shown, newest - _UNFINISHED), -1):
-            if self._decode(self._from, end) + self._decode(end, len(self._ids)) == text:  # no character is split here
+            if self._decode(self._from, end) + self._decode(end, len(self._ids)) == text:  # splits no character
                 return end
         return self._shown
 
     def _find_stop(self, before: int) -> str | None:
-        """The earliest of the stop strings that end behind `before`; of those that begin together the shortest."""
+        """Cut the text at the first stop string that ends behind `before`, the shortest if several begin there."""
         places = ((self._text.find(stop, max(0, before - len(stop) + 1)), stop) for stop in self._stops)
         found = [(at, len(stop), stop) for at, stop in places if at >= 0]
         if not found:
@@ -177,8 +176,8 @@ class TextStream:
 
 
 def _joins_bytes(decoder: Decoder) -> bool:
-    """Is a text nothing but the bytes of its tokens, one after the other? So it is with most tokenizers of today, but
-    not where they take out spaces before punctuation."""
+    """Whether a text is the concatenation of its tokens' bytes. True for most tokenizers, but not for those that remove
+    spaces before punctuation."""
     backend: Any = getattr(decoder, "backend_tokenizer", None)
     parts = _parts(getattr(backend, "decoder", None))
     if not parts or parts[-1]["type"] != "ByteLevel" or not all(map(_keeps_bytes, parts)):
@@ -189,7 +188,7 @@ def _joins_bytes(decoder: Decoder) -> bool:
 
 
 def _parts(decoder: Any) -> list[dict[str, Any]]:
-    """What a tokenizer's decoder does, one thing after the other; nothing: it is none of the library's."""
+    """The stages of a tokenizer's decoder; empty if it is not one of the `tokenizers` library."""
     if not isinstance(decoder, Base):
         return []
     whole = json.loads(decoder.__getstate__())
@@ -198,10 +197,10 @@ def _parts(decoder: Any) -> list[dict[str, Any]]:
 
 
 def _keeps_bytes(part: dict[str, Any]) -> bool:
-    """Does it make the same of a token's letters wherever they stand, before they become bytes? Each is in one token.
+    """Whether this stage treats each character of a token alike in any context.
 
-    Behind `Fuse` a decoder gives up on the whole text where one token, as a special one may, has a letter that is no
-    byte. There joined pieces are what was meant.
+    After `Fuse`, `ByteLevel` does not decode a text at all if one token, such as a special one, has a character that
+    stands for no byte. Joined pieces are then the better text.
     """
     if part["type"] == "Replace":
         return len(part["pattern"].get("String", "")) == 1
@@ -209,5 +208,5 @@ def _keeps_bytes(part: dict[str, Any]) -> bool:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that `stop` begins with and goes on from."""
+    """Length of the longest end of `text` that is the beginning of `stop`, but not all of it."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
