@@ -1,8 +1,7 @@
-"""What passes and drafts cost on this machine, timed before the first request, and remembered for the next start.
+"""Measures the cost of passes and drafts on this machine before the first request, and remembers it for later starts.
 
-Seconds at the most: a few sizes of pass, one long context, and each device drafter by its size and the number of
-requests. The planner corrects all of it by the rounds that follow; but a plan that begins with wrong costs would pay
-for it with those rounds.
+It takes seconds: some sizes of passes, one long context, and each device drafter by draft size and number of
+requests. The planner corrects these costs by the steps that follow; with wrong ones its first plans would be wrong.
 """
 
 from __future__ import annotations
@@ -32,65 +31,70 @@ from slipstream.plan.types import VERSION, Curve, DraftSeen, MeasuredCosts
 
 _SHORT = 16
 _LONG = {"cpu": 1024, "cuda": 2048}
-"""Tokens of context of requests that pose: hardly any, and so many that they are seen in the time."""
+"""Tokens of a short and a long context. The long one must be long enough to slow a pass measurably."""
 _LOOKING_BACK = {"cpu": 1, "cuda": 8}
 """Requests with the long context."""
-ROWS = 64  # that a request may bring
+ROWS = 64  # most rows of one request
 _LIMIT_S = {"cpu": 2.0, "cuda": 20.0}
-"""What it may take, unless it was asked for. On a CPU, where every pass is slow, sizes are left out beforehand; on a
-GPU, where recording takes longer than running, nothing more is begun when it is over. What was measured by then is of
-use, but not remembered: the next start finds everything compiled, and has the time."""
+"""Time limit of a measurement that was not asked for. A CPU leaves out large sizes in advance, since its passes are
+slow. A GPU, where capturing takes longer than running, stops when the time is over; such costs are used but not
+remembered, and the next start, with all kernels compiled, measures again."""
 _LARGEST = {"cpu": 64, "cuda": 256}
 SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
-"""Rows of passes that are timed: on a GPU each is captured for it."""
+"""Rows of the measured passes. A GPU captures a graph for each."""
 _FEWEST = 3
-"""Sizes that make a curve."""
+"""Least sizes of a curve."""
 _ROW_COST = 0.25
-"""What a row is taken to add to a pass, as a part of it, when it is reckoned how long measuring takes."""
+"""Assumed cost of one more row, relative to a pass of one row, to estimate the time of measuring."""
 _STEADY = 1.3
-"""The same pass, timed at the beginning and at the end: where they differ by more, nothing is remembered."""
+"""If the same pass at the beginning and at the end differs by more than this factor, costs are not remembered."""
 _SMALL_MODEL = 2**25
-"""Bytes of weights below which nothing is measured by itself: such passes are shorter than what surrounds them."""
+"""Bytes of weights below which costs are measured only on request: the overhead exceeds such passes."""
 _KEPT = "(once, unless the machine is busy)"
-_CROWDS = {"cpu": (1, 4), "cuda": (1, 8, 64)}
-"""Numbers of requests that drafters are timed with."""
+_BATCHES = {"cpu": (1, 4), "cuda": (1, 8, 64)}
+"""Numbers of requests for which drafts are measured."""
 
 
 def known_costs(
     engine: Engine, model_path: Path, wanted: bool | None, progress: Progress | None = None
 ) -> MeasuredCosts | None:
-    """As remembered from an earlier start, or measured now; None: the rounds themselves must tell.
+    """Costs that are remembered or measured now; None: the planner learns them from steps.
 
-    wanted: True measures in any case, False never; None: where the model is large enough, and it is soon done.
+    wanted: True always measures, False never; None measures a large enough model within `_LIMIT_S`, once.
     """
     if wanted is False or engine.config.planner == "fixed" or not engine.drafting.drafters:
         return None
-    note = _Note(engine, model_path)
+    file = _file(engine, model_path)
     if not wanted:
         if engine.target.weights_bytes < _SMALL_MODEL:
             return None
-        found = note.read()
-        if found is not None:
-            return found
+        with suppress(OSError, ValueError):
+            if (remembered := MeasuredCosts.from_json(json.loads(file.read_text()))) is not None:
+                return remembered
     try:
         costs = measure(engine, None if wanted else _LIMIT_S[engine.target.device.type], progress)
-    except Exception as error:  # whatever it is, requests can run without; what is broken will say so by itself
+    except Exception as error:  # requests run without costs; a real defect will show in them
         if wanted:
             raise
         if progress:
-            progress(f"costs could not be measured ({type(error).__name__}: {error}): rounds will tell")
+            progress(f"costs could not be measured ({type(error).__name__}: {error}): the first steps measure them")
         return None
     finally:
         backend = engine.backend
-        failed = isinstance(backend, QueuedBackend) and backend.rounds.capture_again()  # a round ran without a graph
+        failed = isinstance(backend, QueuedBackend) and backend.rounds.capture_again()  # a step ran without a graph
     if costs is not None and costs.is_steady and costs.is_whole and not failed:
-        note.write(costs)
+        with suppress(OSError):  # without a cache the next start measures again
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(costs.as_json()))
     return costs
 
 
 @torch.inference_mode()
 def measure(engine: Engine, limit_s: float | None, progress: Progress | None = None) -> MeasuredCosts | None:
-    """Time passes and drafts of an engine that has no requests. None where it would take too long, or nothing fits."""
+    """Time passes and drafts of an engine without requests. None if that takes too long or no context fits.
+
+    limit_s: time limit; None: no limit.
+    """
     kind = engine.target.device.type
     sizes = [n for n in SIZES if n <= min(_LARGEST[kind], engine.config.draft_rows)]
     most = -(-sizes[-1] // ROWS)
@@ -127,20 +131,20 @@ def measure(engine: Engine, limit_s: float | None, progress: Progress | None = N
 
 
 class _TimeLeft:
-    """Of what measuring may take. limit_s: None: as long as it likes."""
+    """A deadline. limit_s: None: there is none."""
 
     def __init__(self, limit_s: float | None) -> None:
         self._end = None if limit_s is None else time.perf_counter() + limit_s
-        self.missed = False  # something was not begun any more
+        self.missed = False  # a measurement was left out
 
     def is_over(self) -> bool:
-        """Asked before something is begun."""
+        """Asked before each measurement."""
         self.missed = self.missed or (self._end is not None and time.perf_counter() > self._end)
         return self.missed
 
 
 def _within(sizes: Sequence[int], first_s: float, limit_s: float) -> list[int]:
-    """The sizes that can be timed within the limit, three passes each, by what the smallest took."""
+    """The sizes that can be timed within the limit: three passes each, estimated from the smallest."""
     kept: list[int] = []
     for rows in sizes:
         limit_s -= 3 * first_s * (1 + _ROW_COST * (rows - 1))
@@ -151,7 +155,7 @@ def _within(sizes: Sequence[int], first_s: float, limit_s: float) -> list[int]:
 
 
 def _context(engine: Engine, curve: Curve) -> tuple[float, float]:
-    """What a token of context adds, once for its request and once for each row of it; 0 where it cannot be seen."""
+    """The cost of a token of context: for its request, and for each of its rows; 0 if it cannot be measured."""
     kind = engine.target.device.type
     short = dict(zip(curve.sizes, curve.seconds, strict=True))
     requests = max(n for n in short if n <= min(_LOOKING_BACK[kind], engine.config.max_num_seqs))
@@ -170,24 +174,20 @@ def _context(engine: Engine, curve: Curve) -> tuple[float, float]:
 def _drafts(
     engine: Engine, name: str, drafter: DeviceDrafter, progress: Progress | None, time_left: _TimeLeft
 ) -> tuple[DraftSeen, ...]:
-    """One drafter's guesses, by number of requests and of nodes, or of a tree's levels.
-
-    Nothing where it cannot, or there is no time.
-    """
+    """Time one drafter by number of requests, and of nodes or a tree's levels. Empty if it fails or time is over."""
     sizes = _draft_sizes(name, drafter, min(reach(drafter), engine.config.draft_tokens or ROWS))
     if progress:
         progress(f"measuring what drafts by {name} cost {_KEPT}")
     seen: list[DraftSeen] = []
     ends = _SHORT + ROWS if drafter.max_positions is None else drafter.max_positions
-    for requests in _CROWDS[engine.target.device.type]:
-        if requests > engine.config.max_num_seqs or most_context(engine, requests) < _SHORT or ends < 2 * _SHORT:
-            break
-        if time_left.is_over():
+    for requests in _BATCHES[engine.target.device.type]:
+        fits = requests <= engine.config.max_num_seqs and most_context(engine, requests) >= _SHORT <= ends - _SHORT
+        if not fits or time_left.is_over():
             break
         try:
             with rehearse(engine, requests, _SHORT) as scene:
                 took = [_seconds(scene, scene.draft(size)) for size in sizes.values()]
-        except Exception as error:  # the engine will find out by itself, and say so
+        except Exception as error:  # it fails again in a step, which handles it
             if progress:
                 progress(f"drafter {name} could not be timed ({type(error).__name__}: {error})")
             break
@@ -196,7 +196,7 @@ def _drafts(
 
 
 def _draft_sizes(name: str, drafter: DeviceDrafter, most: int) -> dict[int, DraftSize]:
-    """The drafts that are timed, of so many nodes at the most: those of other sizes lie on a line with them."""
+    """The drafts to time, of at most `most` nodes. The cost of other sizes is interpolated."""
     if not drafter.makes_trees:
         return {nodes: DraftSize(name, nodes) for nodes in sorted({1, -(-most // 2), most})}
     deepest = min(drafter.depth, most)
@@ -205,9 +205,9 @@ def _draft_sizes(name: str, drafter: DeviceDrafter, most: int) -> dict[int, Draf
 
 
 def _seconds(scene: Rehearsal, work: Work, most_s: float | None = None) -> float:
-    """The least of a few runs, behind a first one that compiles and fetches: what disturbs only ever adds.
+    """The fastest of a few runs after a first one, which compiles. Other work on the machine only adds time.
 
-    most_s: where the first one takes longer than all may, it is the only one.
+    most_s: if the first run takes longer, it is the only one.
     """
     gpu = scene.engine.target.device.type == "cuda"
 
@@ -227,43 +227,29 @@ def _seconds(scene: Rehearsal, work: Work, most_s: float | None = None) -> float
     return max(min(once() for _ in range(5 if gpu else 2)), 1e-9)
 
 
-class _Note:
-    """The costs of one machine, model and precision, remembered."""
-
-    def __init__(self, engine: Engine, model_path: Path) -> None:
-        target, config = engine.target, engine.config
-        files = sorted(f for f in model_path.iterdir() if f.suffix in (".json", ".safetensors", ".bin"))
-        drafters = engine.drafting.drafters
-        depends: dict[str, Any] = {
-            "files": [(f.name, f.stat().st_size) for f in files],
-            "path": str(model_path.resolve()),
-            "versions": [VERSION, slipstream.__version__, torch.__version__],
-            "code": code_digest("engine", "sampling", "verify", "drafters"),
-            "where": [str(target.dtype), chip_name(target.device), platform.node(), os.cpu_count()],
-            "how": [isinstance(engine.backend, QueuedBackend), config.graphs, torch.get_num_threads(), target.swaps],
-            "sizes": [config.draft_rows, config.max_num_seqs, config.draft_tokens],
-            "drafters": [
-                (name, type(d).__name__, d.weights_bytes, d.makes_trees, d.depth, reach(d), _settings(d))
-                for name, d in sorted(drafters.items())
-                if isinstance(d, DeviceDrafter)
-            ],
-        }
-        key = hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:32]
-        self.file = cache_folder() / "costs" / f"{key}.json"
-
-    def read(self) -> MeasuredCosts | None:
-        try:
-            return MeasuredCosts.from_json(json.loads(self.file.read_text()))
-        except (OSError, ValueError):
-            return None
-
-    def write(self, costs: MeasuredCosts) -> None:
-        with suppress(OSError):  # a cache that cannot be written costs the next start a second
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            self.file.write_text(json.dumps(costs.as_json()))
+def _file(engine: Engine, model_path: Path) -> Path:
+    """The file that remembers the costs of this machine, model, precision and settings."""
+    target, config = engine.target, engine.config
+    files = sorted(f for f in model_path.iterdir() if f.suffix in (".json", ".safetensors", ".bin"))
+    depends: dict[str, Any] = {
+        "files": [(f.name, f.stat().st_size) for f in files],
+        "path": str(model_path.resolve()),
+        "versions": [VERSION, slipstream.__version__, torch.__version__],
+        "code": code_digest("engine", "sampling", "verify", "drafters"),
+        "where": [str(target.dtype), chip_name(target.device), platform.node(), os.cpu_count()],
+        "how": [isinstance(engine.backend, QueuedBackend), config.graphs, torch.get_num_threads(), target.swaps],
+        "sizes": [config.draft_rows, config.max_num_seqs, config.draft_tokens],
+        "drafters": [
+            (name, type(d).__name__, d.weights_bytes, d.makes_trees, d.depth, reach(d), _settings(d))
+            for name, d in sorted(engine.drafting.drafters.items())
+            if isinstance(d, DeviceDrafter)
+        ],
+    }
+    key = hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:32]
+    return cache_folder() / "costs" / f"{key}.json"
 
 
 def _settings(drafter: DeviceDrafter) -> list[tuple[str, str]]:
-    """What it was opened with, as far as it is numbers and words. What is its own goes by free memory, or changes."""
-    told = {key: value for key, value in vars(drafter).items() if not key.startswith("_")}
-    return [(key, repr(value)) for key, value in sorted(told.items()) if isinstance(value, int | float | str)]
+    """Its public settings that are numbers or texts. Private ones may change, or depend on free memory."""
+    public = sorted((key, value) for key, value in vars(drafter).items() if not key.startswith("_"))
+    return [(key, repr(value)) for key, value in public if isinstance(value, int | float | str)]
