@@ -1,4 +1,4 @@
-"""What an engine counts of its own work, for `Engine.snapshot`: additions of numbers, and nothing else in a round."""
+"""The engine's counters, and `take_snapshot`, which reports them with its state. A step only adds to numbers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from slipstream.engine.scheduler import Scheduler
 
 
 class Counters:
-    """Written by the engine's thread alone; any thread may read, since Python reads and writes a number whole."""
+    """Sums over the engine's life. Only the engine's thread writes; any thread may read, since numbers are atomic."""
 
     def __init__(self) -> None:
         self.finished: dict[str, int] = {}
@@ -32,19 +32,19 @@ class Counters:
         self.verify_s = 0.0
         self.host_s = 0.0
         self.draft_tokens = 0
-        self.unrecorded: dict[str, int] = {}  # by device drafter: loops of it that are no graphs
+        self.unrecorded: dict[str, int] = {}  # by device drafter: its loops that run without a graph
         self.gaps, self.gaps_s = [0] * (len(GAP_BOUNDS_S) + 1), 0.0  # as in `Snapshot.token_gaps`
-        self._accepted = [0] * (MAX_NODES + 1)  # drafts of which so many nodes were accepted
+        self._accepted = [0] * (MAX_NODES + 1)  # drafts by their number of accepted nodes
 
     def tokens(self, count: int, waited_s: float | None) -> None:
-        """So many tokens of an answer came together; waited_s: since those before them, None: they are its first."""
+        """Count new tokens of an answer. waited_s: time since its previous ones; None: these are the first."""
         if waited_s is not None:
             self.gaps[bisect_left(GAP_BOUNDS_S, waited_s)] += 1
             self.gaps_s += waited_s
         self.gaps[0] += count - 1
 
     def step(self, requests: int, times: StepTimes) -> None:
-        """A step of so many requests is over."""
+        """Count a step."""
         self.rounds += 1
         self.turns += requests
         self.draft_s += times.draft
@@ -71,7 +71,7 @@ class Counters:
         stats.host_s += share[2]
         if not verdict.drafted:
             return
-        accepted = min(verdict.accepted, kept)  # what a stop cut off was of no use
+        accepted = min(verdict.accepted, kept)  # the end of the answer cut off the rest
         stats.drafted += verdict.drafted
         stats.accepted += accepted
         self.draft_tokens += verdict.drafted
@@ -89,7 +89,7 @@ class Counters:
 
     @property
     def accepted(self) -> tuple[int, ...]:
-        """How many drafts there were, and of how many the first, the second, … node was accepted."""
+        """The number of drafts, and of drafts with at least 1, 2, … accepted nodes."""
         at_least = list(accumulate(reversed(self._accepted)))[::-1]
         while len(at_least) > 1 and not at_least[-1]:
             at_least.pop()
@@ -103,6 +103,7 @@ def take_snapshot(
     admission: Admission,
     drafter_bytes: Mapping[str, int],
 ) -> Snapshot:
+    """The state and counters of an engine. drafter_bytes: planned memory, by drafter."""
     pool, prefixes = scheduler.pool, scheduler.prefixes
     running, waiting = Counter([answer.tenant for answer in list(scheduler.running)]), scheduler.waiting.lengths()
     drafts, *by_position = counters.accepted
@@ -148,8 +149,8 @@ def take_snapshot(
 
 
 def _plan(drafting: Drafting) -> dict[str, str]:
-    """What was decided last; where nobody's draft found room, or nobody may have one, just that."""
-    reasons = drafting.planner.reasons()
+    """The last decision, by drafter. Drafting that is off, and a full cache, come before the planner's reasons."""
     if not drafting.enabled:
         return dict.fromkeys(drafting.drafters, SWITCHED_OFF)
+    reasons = drafting.planner.reasons()
     return dict.fromkeys(reasons, SHORT) if drafting.room.is_full else reasons

@@ -1,4 +1,4 @@
-"""What fits: the memory of an engine, planned before it takes a request."""
+"""Plans the memory of an engine before it takes requests: how many pages, and how long a context, fit."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ _CPU_SHARE = 0.5
 _GPU_SHARE = 0.85
 _FEWEST_PAGES = 2
 _LOGIT_COPIES = 3
-"""A row of logits exists as the model gave it, processed, and once more while it is sampled."""
+"""Copies of a row of logits: from the model, processed, and one more during sampling."""
 
 
 def plan_memory(target: Runner, drafts: Sequence[Drafter], config: EngineConfig) -> MemoryPlan:
-    """Divide the budget into workspace and pages. Raises `CapacityError` where what was asked for does not fit."""
+    """Divide the budget into workspace and pages. Raises `CapacityError` if the requested context does not fit."""
     budget = config.memory if isinstance(config.memory, int) else _budget(target.device, config.memory)
     rows = max(config.draft_rows, 3 * JUDGED_ROWS) if drafts else config.draft_rows
+    page = _page_bytes(target, drafts, config)
     workspace = rows * target.vocab_size * 4 * _LOGIT_COPIES
     if has_kernels(target.device):
-        workspace += _attention_bytes(target, config) + _page_bytes(target, drafts, config)  # a page for nobody
+        workspace += _attention_bytes(target, config) + page  # the trash page
     workspace += q_bytes(drafts, config.draft_tokens, config.max_num_seqs + 1, target.vocab_size)
     workspace += sum(draft.workspace_bytes(config.max_num_seqs + 1) for draft in drafts)
-    page = _page_bytes(target, drafts, config)
     asked = config.max_model_len
     if asked is not None and asked > target.max_positions:
         raise CapacityError(
@@ -68,13 +68,13 @@ def plan_memory(target: Runner, drafts: Sequence[Drafter], config: EngineConfig)
 
 
 def drafter_bytes(target: Runner, drafter: Drafter, plan: MemoryPlan, config: EngineConfig) -> int:
-    """What one drafter has of the planned memory. Hidden states that several read count for each of them."""
+    """Planned bytes of one drafter. Hidden states that several drafters read count for each of them."""
     page = _page_bytes(target, [drafter], config) - _page_bytes(target, (), config)
     return drafter.weights_bytes + plan.num_pages * page + drafter.workspace_bytes(config.max_num_seqs + 1)
 
 
 def _places(config: EngineConfig, pages: int, page: int, drafts_page: int) -> int | None:
-    """Places for guesses, behind what drafters keep for themselves. Raises where that alone is too much."""
+    """Most draft nodes in the cache, after what drafters keep there. Raises if they keep more than is allowed."""
     wanted = config.max_draft_memory
     if wanted is None:
         return None
@@ -92,34 +92,34 @@ def _places(config: EngineConfig, pages: int, page: int, drafts_page: int) -> in
 
 
 def _page_bytes(target: Runner, drafts: Sequence[Drafter], config: EngineConfig) -> int:
-    """Of the target's cache, with the hidden states that drafters read, and of the drafters' own."""
+    """Bytes of a page: the target's K and V, the hidden states that drafters read, and the drafters' own entries."""
     features = target.width_of(Taps.union([draft.taps for draft in drafts if isinstance(draft, DeviceDrafter)]))
     own = KVCache.bytes_per_page(target.layers, config.page_size, target.dtype, features)
     return own + sum(draft.page_bytes(config.page_size) for draft in drafts)
 
 
 def _attention_bytes(target: Runner, config: EngineConfig) -> int:
-    """What attention keeps of the runs of a long context until they are added up."""
+    """Bytes of attention's partial results for the longest context, until they are summed."""
     longest = (config.max_model_len or target.max_positions) + 1 + MAX_NODES
     heads = target.query_heads
     return max(kept_bytes(heads, shape.kv_heads, shape.value_dim, longest) for shape in target.layers)
 
 
 def _too_little(config: EngineConfig, budget: int, workspace: int, page: int, room: int) -> str:
-    """What is missing, and the least that would do. Where the workspace leaves no page, a shorter context does not."""
+    """The message of the error: the needed memory, and the remedies. A shorter context helps only if any page fits."""
     asked = config.max_model_len
     wanted = -(-asked // config.page_size) if asked else _FEWEST_PAGES
     needed = workspace + wanted * page
     remedy = f"give memory={-(-needed // 2**20)}MiB or more"
     if room * config.page_size >= 2:
         remedy += f", or ask for max_model_len={room * config.page_size} or less"
-    given = f"memory={budget:,} bytes" if config.memory is not None else f"memory: {budget:,} bytes can be taken here"
-    what = f"a context of {asked} tokens" if asked else "even a short context"
-    return f"{given}: {what} needs {needed:,} ({wanted * page:,} of cache and {workspace:,} of workspace); {remedy}"
+    given = f"memory={budget:,} bytes" if config.memory is not None else f"memory: {budget:,} bytes are available"
+    context = f"a context of {asked} tokens" if asked else "even a short context"
+    return f"{given}: {context} needs {needed:,} ({wanted * page:,} of cache and {workspace:,} of workspace); {remedy}"
 
 
 def _budget(device: torch.device, part: float | None) -> int:
-    """What a part of the memory leaves; None: most of a GPU, and a modest part of a machine that others use as well."""
+    """Bytes within this part of the memory; None: most of a GPU's free memory, less of a CPU's, which others share."""
     free = available_bytes(device)
     if part is not None:
         whole = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else free
@@ -128,7 +128,7 @@ def _budget(device: torch.device, part: float | None) -> int:
 
 
 def available_bytes(device: torch.device) -> float:
-    """Bytes that this process may still take: of a GPU; else of the machine, and of the container it runs in."""
+    """Bytes that this process can still allocate: on a GPU, or within the machine and its container."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
     found = [float("inf")]

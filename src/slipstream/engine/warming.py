@@ -1,10 +1,9 @@
-"""What requests will most likely need is compiled and recorded before the first of them: else they would wait for it.
+"""Compiles kernels and captures graphs before the first request, so that early requests need not wait for them.
 
-A kernel takes a tenth of a second and more to compile, once on a machine, and a round some 30 ms to record, at every
-start. Not all shapes of rounds are recorded, of which there are hundreds, but some that can stand in for the others: of
-greedy requests, sampled ones and both, with up to some 2,000 tokens. What is not here is recorded when it is asked for:
-longer contexts, top-k, top-p and min-p, penalties and biases, grammars, log probabilities, rejection sampling,
-lookahead, and what drafters on the device do.
+Compiling a kernel takes 0.1 s or more, once on a machine; capturing a step takes about 30 ms at every start. A step has
+hundreds of shapes. Captured here are some that can stand in for the others: greedy requests, sampled ones and both,
+with up to about 2,000 tokens. Longer contexts, top-k, top-p, min-p, penalties, biases, grammars, log probabilities,
+rejection sampling, lookahead and device drafters are captured at their first use.
 """
 
 from __future__ import annotations
@@ -29,20 +28,20 @@ from slipstream.plan.cost import filled
 from slipstream.sampling.table import Features
 
 _LIMIT_S = 60.0
-"""Nothing more is begun when so much is over: on a fresh machine nearly all of it goes by compiling."""
+"""Time limit. On a new machine compiling takes nearly all of it."""
 _LEAVE_BYTES = 2**30
-"""Of the device's memory: prompts and what comes later need some."""
+"""Device memory to leave for prompts and later captures."""
 _FEATURES = (Features(greedy=True), Features(sampled=True), Features(greedy=True, sampled=True))
 _CONTEXTS = (1, 1024)
-"""Tokens of context: a round has sizes for them, too."""
+"""Tokens of context, which are part of a step's shape."""
 _LEAST_ROWS = 16
-"""Of rounds with drafts. Twice as many, and so on: each stands in for those that have more than half as many."""
+"""Least rows of a step with drafts; the others double it. Each stands in for steps with more than half its rows."""
 _KINDS = ((16, False), (MAX_NODES, False), (16, True))
-"""Nodes of a request, and whether they are trees: for what such rounds have of their own to be compiled."""
+"""Nodes of a request, and whether they are trees: such steps have kernels of their own to compile."""
 
 
 def likely_shapes(engine: Engine) -> Iterator[RoundShape]:
-    """What rounds will be like, each once: short contexts before long ones, greedy requests before others."""
+    """The likely shapes of steps, each once: short contexts before long ones, greedy requests before others."""
     return iter(dict.fromkeys(_all_likely(engine)))
 
 
@@ -53,7 +52,7 @@ def _all_likely(engine: Engine) -> Iterator[RoundShape]:
         for count in (fewer + 1, requests):
             yield (plain := usual_shape(engine, [0] * count, context, features))
         if guesses and requests == 1 and most_rows > 1:
-            yield usual_shape(engine, [1], context, features)  # so few rows nobody stands in for
+            yield usual_shape(engine, [1], context, features)  # no other shape stands in for this one
         for rows in _ladder(min(requests * (1 + MAX_NODES), most_rows)) if guesses else ():
             if rows > fewer:
                 yield plain._replace(width=MAX_NODES, rows=rows, is_tree=True)
@@ -73,7 +72,7 @@ def _ladder(most_rows: int) -> Iterator[int]:
 
 @torch.inference_mode()
 def warm_up(engine: Engine, progress: Progress | None = None) -> None:
-    """Compile and record in an engine without requests. Does nothing in one that records nothing."""
+    """Compile and capture, in an engine without requests. Does nothing if it captures no graphs."""
     if not isinstance(engine.backend, QueuedBackend) or engine.backend.rounds.pool is None:
         return
     rounds, say = engine.backend.rounds, progress or (lambda _: None)
@@ -83,21 +82,21 @@ def warm_up(engine: Engine, progress: Progress | None = None) -> None:
     try:
         with closing(_warming(engine, rounds)) as steps:
             for _ in steps:
-                if why := _enough(engine, rounds, end):
+                if why := _why_stop(engine, rounds, end):
                     say(f"warming up ends here ({why}): what is left is recorded when it comes")
                     break
-    except Exception as error:  # requests can run without; what is broken will say so by itself
+    except Exception as error:  # requests run without it; a real defect will show in them
         say(f"warming up ends here ({type(error).__name__}: {error}): what is left is recorded when it comes")
     finally:
-        rounds.capture_again()  # what no graph was made of may have been larger than what comes
+        rounds.capture_again()  # a later shape may be smaller than the one that failed
 
 
 def _warming(engine: Engine, rounds: Rounds) -> Generator[None]:
-    """Step by step: it may be left at each."""
+    """Warm up in parts. The caller may stop at each yield."""
     context = min(most_context(engine, 1), WIDE_PROMPT_ROWS)
     wide = WIDE_SIZES if engine.target.shares_wide else ()
     passes = [(rows, False) for rows in PROMPT_ROWS]
-    passes += [(rows, True) for rows in wide for _ in range(2)]  # what comes for the second time is recorded
+    passes += [(rows, True) for rows in wide for _ in range(2)]  # the second use is captured
     if context > 0:
         with rehearse(engine, 1, context) as scene:
             for rows, is_wide in passes:
@@ -109,8 +108,8 @@ def _warming(engine: Engine, rounds: Rounds) -> Generator[None]:
         rounds.of(shape, exactly=True)
 
 
-def _enough(engine: Engine, rounds: Rounds, end: float) -> str:
-    """Why nothing more is to be recorded; empty: there is no reason."""
+def _why_stop(engine: Engine, rounds: Rounds, end: float) -> str:
+    """The reason to stop warming up, or an empty text."""
     if rounds.pool is None:
         return "a round could not be recorded"
     if time.perf_counter() > end:
