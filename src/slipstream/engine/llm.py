@@ -10,7 +10,7 @@ from functools import partial
 from numbers import Integral
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from slipstream.core.errors import ConfigError, InvalidRequest, ModelError
 from slipstream.core.outputs import RequestOutput, Snapshot
@@ -19,7 +19,7 @@ from slipstream.core.vllm_names import ENGINE, from_vllm, takes_vllm_names
 from slipstream.engine.build import USUAL_DRAFTER, Built, DrafterChoice, build
 from slipstream.engine.config import EngineConfig, PlannerName, RoundsName
 from slipstream.engine.intake import Intake
-from slipstream.engine.loop import EngineLoop
+from slipstream.engine.loop import EngineLoop, Result
 from slipstream.engine.requests import Prompt, check_text
 from slipstream.engine.state import Job
 from slipstream.engine.step import Engine
@@ -30,7 +30,6 @@ from slipstream.plan.planner import AdaptivePlanner
 from slipstream.plan.types import MeasuredCosts
 
 Message = Mapping[str, str]
-Found = TypeVar("Found")
 
 
 class LLM:
@@ -309,11 +308,9 @@ class LLM:
             raise ConfigError(f"speculates={wanted!r}: must be True or False")
         self.engine.drafting.enabled = wanted
 
-    def between_rounds(self, look: Callable[[Engine], Found]) -> Found:
+    def between_rounds(self, look: Callable[[Engine], Result]) -> Result:
         """Return `look(engine)`, called on the engine's thread between two steps. It must not change the engine."""
-        found: list[Found] = []
-        self._loop.call(lambda: found.append(look(self.engine)))
-        return found[0]
+        return self._loop.call(lambda: look(self.engine))
 
     def get_tokenizer(self) -> Any:
         return self.tokenizer

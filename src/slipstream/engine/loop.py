@@ -9,7 +9,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
+from typing import TypeVar
 
 from slipstream.core.errors import EngineDied, RequestError, device_failed
 from slipstream.core.interpreter import tidy
@@ -17,6 +19,7 @@ from slipstream.core.outputs import Pulse, RequestOutput
 from slipstream.engine.state import Job
 from slipstream.engine.step import Engine
 
+Result = TypeVar("Result")
 _CLOSED = "the engine is closed: make a new LLM"
 _log = logging.getLogger("slipstream.engine")
 _PATIENCE_S = 10.0
@@ -81,20 +84,18 @@ class EngineLoop:
         """Abort this job, but not a later one with the same id. Does not wait."""
         self._post_unless_closed(lambda: self.engine.abort(job.id) if self.engine.jobs.get(job.id) is job else None)
 
-    def call(self, action: Callable[[], None]) -> None:
-        """Run an action between two steps, and wait for its end."""
-        done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+    def call(self, action: Callable[[], Result]) -> Result:
+        """Run an action between two steps, and return its result."""
+        done = Future[Result]()
 
         def run() -> None:
             try:
-                action()
-                done.put(None)
+                done.set_result(action())
             except BaseException as error:
-                done.put(error)
+                done.set_exception(error)
 
         self._post(run)
-        if (error := done.get()) is not None:
-            raise error
+        return done.result()
 
     def pulse(self) -> Pulse:
         """Whether the engine's thread is alive, and how long its turn has lasted. Does not wait."""

@@ -179,21 +179,16 @@ def _joins_bytes(decoder: Decoder) -> bool:
     """Whether a text is the concatenation of its tokens' bytes. True for most tokenizers, but not for those that remove
     spaces before punctuation."""
     backend: Any = getattr(decoder, "backend_tokenizer", None)
-    parts = _parts(getattr(backend, "decoder", None))
+    inner = getattr(backend, "decoder", None)
+    if not isinstance(inner, Base):
+        return False
+    whole = json.loads(inner.__getstate__())
+    parts: list[dict[str, Any]] = whole["decoders"] if whole["type"] == "Sequence" else [whole]
     if not parts or parts[-1]["type"] != "ByteLevel" or not all(map(_keeps_bytes, parts)):
         return False
     ids: list[int] = backend.encode(_SPACED, add_special_tokens=False).ids
     joined = "".join([decoder.decode([token], skip_special_tokens=False) for token in ids])
     return joined == decoder.decode(ids, skip_special_tokens=False) == _SPACED
-
-
-def _parts(decoder: Any) -> list[dict[str, Any]]:
-    """The stages of a tokenizer's decoder; empty if it is not one of the `tokenizers` library."""
-    if not isinstance(decoder, Base):
-        return []
-    whole = json.loads(decoder.__getstate__())
-    parts: list[dict[str, Any]] = whole["decoders"] if whole["type"] == "Sequence" else [whole]
-    return parts
 
 
 def _keeps_bytes(part: dict[str, Any]) -> bool:
