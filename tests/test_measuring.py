@@ -224,7 +224,7 @@ def test_they_are_remembered_however_much_memory_was_free(open_llm: Open, tmp_pa
     eagle_scenes.eagle3().write(tmp_path / "eagle3")
     spec = f"eagle3:{tmp_path / 'eagle3'}"
     files = [
-        measuring._file(open_llm(drafter=drafter, memory=memory).engine, tmp_path)
+        measuring._costs_file(open_llm(drafter=drafter, memory=memory).engine, tmp_path)
         for drafter, memory in (
             (spec, "1MiB"),
             (spec, "2MiB"),

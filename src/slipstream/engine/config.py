@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from slipstream.core.errors import ConfigError
-from slipstream.core.settings import check_settings, is_whole, setting, settings_of
+from slipstream.core.settings import check_settings, is_whole, setting
 
 if TYPE_CHECKING:
     from slipstream.plan.planner import Planner
@@ -102,7 +102,7 @@ class EngineConfig:
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> EngineConfig:
         """Take the settings among these values. Amounts of memory may be texts such as "2GiB" or "20%"."""
-        found = {name: given[name] for name in settings_of(cls) if name in given}
+        found: dict[str, Any] = {field.name: given[field.name] for field in fields(cls) if field.name in given}
         for key in found.keys() & {"memory", "max_draft_memory"}:
             found[key] = parse_share(found[key], key)
         return cls(**found)

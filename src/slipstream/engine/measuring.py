@@ -64,7 +64,7 @@ def known_costs(
     """
     if wanted is False or engine.config.planner == "fixed" or not engine.drafting.drafters:
         return None
-    file = _file(engine, model_path)
+    file = _costs_file(engine, model_path)
     if not wanted:
         if engine.target.weights_bytes < _SMALL_MODEL:
             return None
@@ -227,7 +227,7 @@ def _seconds(scene: Rehearsal, work: Work, most_s: float | None = None) -> float
     return max(min(once() for _ in range(5 if gpu else 2)), 1e-9)
 
 
-def _file(engine: Engine, model_path: Path) -> Path:
+def _costs_file(engine: Engine, model_path: Path) -> Path:
     """The file that remembers the costs of this machine, model, precision and settings."""
     target, config = engine.target, engine.config
     files = sorted(f for f in model_path.iterdir() if f.suffix in (".json", ".safetensors", ".bin"))
