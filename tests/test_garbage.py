@@ -70,6 +70,6 @@ def test_who_hears_late_is_told_all_the_same(tiny_target: Path) -> None:
     assert not heard
     job.holds = None
     job.report()
-    job.part()
+    job.release()
     assert heard[-1].finished
     assert answer.job is not job

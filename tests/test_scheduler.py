@@ -16,7 +16,7 @@ from slipstream import LLM, SamplingParams, SpeculationParams
 from slipstream.core.outputs import CompletionOutput
 from slipstream.engine.allowance import PromptAllowance
 from slipstream.engine.chunks import Chunk, ChunkRule
-from slipstream.engine.scheduler import Schedule, Scheduler
+from slipstream.engine.schedule import Schedule, Scheduler
 from slipstream.engine.state import Answer, Job, Phase
 from slipstream.engine.text import TextStream
 from slipstream.kv.pages import PageCopy, PagePool
@@ -317,21 +317,6 @@ def test_a_decode_runs_beside_every_chunk_of_a_long_prompt() -> None:
         assert short.generated == before + 1
         rounds += 1
     assert rounds == 6
-
-
-def test_the_load_is_who_runs_and_who_could() -> None:
-    """Those whose prompts are read belong to it, and those who wait for no more than a round; not who has no seat."""
-    world = World(pages=30)
-    assert world.scheduler.load() == 0
-    for _ in range(SEATS - 1):
-        world.add(make_job(2))
-    assert world.scheduler.load() == SEATS - 1
-    plan = world.scheduler.schedule()
-    assert (len(plan.decodes), len(plan.chunks)) == (0, SEATS - 1)
-    assert world.scheduler.load() == SEATS - 1
-    for _ in range(3):
-        world.add(make_job(2))
-    assert world.scheduler.load() == SEATS
 
 
 def test_one_that_cannot_start_fails_alone() -> None:

@@ -16,7 +16,7 @@ from slipstream import SamplingParams
 from slipstream.core.verdict import Verdict
 from slipstream.engine.drafts import Plan
 from slipstream.engine.flight import Flight, StepTimes
-from slipstream.engine.scheduler import Schedule
+from slipstream.engine.schedule import Schedule
 from slipstream.engine.state import Answer
 from slipstream.engine.step import FEW
 

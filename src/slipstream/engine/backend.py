@@ -21,7 +21,7 @@ from slipstream.engine.drafts import Plan
 from slipstream.engine.flight import Flight, StepTimes
 from slipstream.engine.followers import Followers
 from slipstream.engine.requests import MemoryPlan
-from slipstream.engine.scheduler import Schedule, Scheduler
+from slipstream.engine.schedule import Schedule, Scheduler
 from slipstream.engine.state import Answer
 from slipstream.kv.cache import KVCache
 from slipstream.kv.prefix import PrefixStore

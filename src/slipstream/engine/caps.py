@@ -157,7 +157,7 @@ class NodeCaps:
                     kept[alike] = self._others(name, answer, useful, exclusive)
                 useful -= before + kept[alike]
             useful = min(useful, most if own.ends is None else min(most, own.ends - length - answer.coming))
-            caps.append(0 if min(useful, left) <= 0 or answer.doubted else useful)
+            caps.append(0 if min(useful, left) <= 0 or answer.plain_next else useful)
         return caps
 
     def barred(self, answer: Answer) -> str | None:
@@ -184,7 +184,7 @@ class NodeCaps:
             return "off: the context was full"
         if ends is not None and ends - length - answer.coming <= 0:
             return f"off: {name} reads no more than {ends} tokens"
-        several = len(answer.drafters) > 1 and not answer.doubted
+        several = len(answer.drafters) > 1 and not answer.plain_next
         return "off: others had all of its guesses" if several else "off: it had to be decoded plainly"
 
     def _usual(self, drafters: tuple[str, ...]) -> int:

@@ -1,7 +1,7 @@
-"""How the pending tokens of requests are cut into passes, and where a prompt may go on from what another has computed.
+"""Rules for cutting the pending tokens of requests into passes, and for resuming a prompt behind cached pages.
 
-Where sums depend on how many rows share a product, it is these rules that make a prompt come out the same in any
-company, and with its beginning found in the cache (docs/exactness.md).
+Where sums depend on the number of rows that share a product, these rules make a prompt's bits the same beside any other
+requests, and also if its beginning was found in the cache (docs/exactness.md).
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from dataclasses import dataclass
 from slipstream.engine.state import Answer
 
 _LEAST = 16
-"""Rows that a prompt may always take: fewer would cost a pass nearly as much."""
+"""Rows that a prompt may always take: a pass with fewer would cost nearly the same."""
 _PIECE_S = 0.04
 _PIECE_FLOPS = 5e14
-"""What a piece of a prompt may take on a fast GPU, and its speed. The size of a piece decides a prompt's bits, so it
-follows from the model alone; how many pieces a step takes follows from their measured time (`allowance.py`)."""
+"""Most seconds of a piece of a prompt on a fast GPU, and the speed of that GPU. The size of a piece decides a prompt's
+bits, so it depends on the model alone; measured time decides only the number of pieces in a step (`allowance.py`)."""
 _LEAST_PIECE = 512
-"""Rows below which a piece would no longer keep a fast GPU busy."""
+"""Rows below which a piece would not keep a fast GPU busy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Pending tokens of one request to compute in this pass. It emits a token when nothing else is pending."""
+    """Pending tokens of one request to compute in this pass. If no others are pending, it also chooses a token."""
 
     answer: Answer
     rows: int
@@ -35,18 +35,17 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class ChunkRule:
-    """How pending tokens are cut into passes: as many as a pass has room for, beside the decodes.
+    """The rule where every cut gives the same bits: chunks fill the room that decodes leave in a pass.
 
-    Where a prompt's pages are shared with others that begin alike, two questions matter: are the tokens of a page
-    computed in the same way for both (`kind`), and can the rest be computed from there on as if nothing had been there
-    (`resumes`)? Here any cut is as good as any other.
+    `kind` and `resumes` say whether requests with equal beginnings can share pages: a page must be computed in the same
+    way for both, and the rest must have the same bits whether the pages before it were computed or found.
     """
 
     max_rows: int
 
     @property
     def least(self) -> int:
-        """Rows of prompts that a step takes at least, if it takes any."""
+        """The fewest prompt rows of a step that has any."""
         return min(_LEAST, self.max_rows)
 
     def room(self, decodes: int) -> int:
@@ -54,19 +53,19 @@ class ChunkRule:
         return self.max_rows - decodes
 
     def rows(self, answer: Answer, room: int) -> int:
-        """How many of the answer's pending tokens come into a pass that has room for so many; 0: not in this one."""
+        """Rows of the answer's next chunk in a pass with this room; 0: none in this pass."""
         return min(room, answer.pending)
 
     def first(self, answer: Answer, room: int) -> int:
-        """Rows that are kept for the oldest prompt: all it needs, or half of the room where that is not enough."""
+        """Rows reserved for the oldest prompt: all that it needs, or half of the room if that does not fit."""
         return answer.pending if answer.pending <= room else room - room // 2
 
     def kind(self, prompt_length: int, end: int) -> int | None:
-        """How a page that ends before `end` is computed, of a prompt of this length. None: as in no other prompt."""
+        """How the page that ends before `end` is computed, in a prompt of this length. None: as in no other prompt."""
         return 0
 
     def resumes(self, prompt_length: int, place: int) -> bool:
-        """Do the tokens from `place` on come out the same where those before it are not computed, but found?"""
+        """Whether the tokens from `place` on have the same bits if those before it are found in the cache."""
         return True
 
 
@@ -75,22 +74,23 @@ _NARROW, _TOGETHER, _ALONE = range(3)
 
 @dataclass(frozen=True, slots=True)
 class OwnChunks(ChunkRule):
-    """Cut by what a request has itself, so that its prompt comes out the same in any company.
+    """The rule where sums depend on the rows of a pass: a request's own length and cache decide its cuts.
 
-    A prompt stands in blocks of `max_rows`. What it has of a block, if more than `narrow` tokens, is one chunk. A pass
-    over it may sum in an order that depends on how many rows there are, so it has a pass to itself, unless that is
-    known not to matter. It holds prompt tokens only, and never the last, whose logits choose.
-    Rows of narrow passes come out the same however they are cut, and in whatever company: so many share one.
+    A prompt is divided into blocks of `max_rows`. The part of a block that is not cached is one chunk, if it has more
+    than `narrow` tokens. Its pass may sum in an order that depends on the number of rows, so it is alone in the pass,
+    unless several are known to give the same bits (`wide_together`). It has prompt tokens only, and never the last one,
+    whose logits choose.
+    Rows of narrow passes have the same bits wherever they are cut and whatever shares the pass, so several share one.
 
-    So the end of a block may be computed after its beginning was found where it is narrow, or shares passes: there at
-    any multiple of `grain` rows, by which attention parts them.
+    The end of a block may therefore be computed after its beginning was found if it is narrow, or if it may share
+    passes: then at any multiple of `grain` rows, the unit of attention.
     """
 
     narrow: int
     together: int
-    wide_together: int = 0  # rows of chunks larger than narrow ones that share a pass; 0: none do
+    wide_together: int = 0  # most rows of wide chunks in one pass; 0: each has its own
     grain: int = 1
-    step_rows: int = 0  # of all passes over prompts in one step; 0: one block
+    step_rows: int = 0  # most rows of prompts in a step; 0: one block
 
     @property
     def least(self) -> int:
@@ -111,34 +111,34 @@ class OwnChunks(ChunkRule):
 
     def kind(self, prompt_length: int, end: int) -> int | None:
         way = self._way(prompt_length, end - 1)
-        whole = (end - 1) // self.max_rows * self.max_rows + self.max_rows < prompt_length
-        return None if way == _ALONE and not whole else way
+        is_whole = (end - 1) // self.max_rows * self.max_rows + self.max_rows < prompt_length
+        return None if way == _ALONE and not is_whole else way
 
     def resumes(self, prompt_length: int, place: int) -> bool:
         way, offset = self._way(prompt_length, place), place % self.max_rows
         return not offset or way == _NARROW or (way == _TOGETHER and not offset % self.grain)
 
-    def is_wide(self, chunks: Sequence[Chunk]) -> bool:
-        """Is this a pass over more than narrow chunks?"""
-        return self._way_of(chunks[0]) != _NARROW
-
     def passes(self, chunks: Sequence[Chunk]) -> list[list[Chunk]]:
-        """Which chunks share a pass: wide ones with wide ones, narrow ones with narrow ones."""
+        """Divide chunks into passes, wide and narrow ones apart."""
         parts: tuple[list[Chunk], ...] = ([], [], [])
         for chunk in chunks:
             parts[self._way_of(chunk)].append(chunk)
         alone = [[chunk] for chunk in parts[_ALONE]]
         return [*_shared(parts[_TOGETHER], self.wide_together), *alone, *_shared(parts[_NARROW], self.together)]
 
+    def is_wide(self, chunks: Sequence[Chunk]) -> bool:
+        """Whether this pass has wide chunks."""
+        return self._way_of(chunks[0]) != _NARROW
+
     def shares(self, chunks: Sequence[Chunk]) -> bool:
-        """Is this a pass that several wide chunks may share, whether they do or not?"""
+        """Whether this pass has wide chunks of the kind that can share a pass, even if there is only one."""
         return self._way_of(chunks[0]) == _TOGETHER
 
     def _way_of(self, chunk: Chunk) -> int:
         return self._way(chunk.answer.prompt_length, chunk.answer.cached)
 
     def _way(self, prompt_length: int, place: int) -> int:
-        """In what kind of pass the token at `place` is computed, whatever of its block was found."""
+        """The kind of pass that computes the token at `place`, whatever part of its block was found."""
         begin, last = place // self.max_rows * self.max_rows, prompt_length - 1
         rows = min(begin + self.max_rows, last) - begin
         if place >= last or rows <= self.narrow:
@@ -147,7 +147,7 @@ class OwnChunks(ChunkRule):
 
 
 def piece_rows(row_flops: float, most: int) -> int:
-    """Rows of the blocks that a prompt is cut into on a GPU: `most`, or fewer for a model that would take too long."""
+    """Rows of a prompt's blocks on a GPU: `most`, or fewer for a model that would take too long."""
     rows = most
     while rows // 2 >= _LEAST_PIECE and rows * row_flops > _PIECE_S * _PIECE_FLOPS:
         rows //= 2
@@ -155,7 +155,7 @@ def piece_rows(row_flops: float, most: int) -> int:
 
 
 def _shared(chunks: Sequence[Chunk], most: int) -> list[list[Chunk]]:
-    """In order, as many in a pass as have no more than `most` rows together; one at least."""
+    """Divide chunks, in order, into passes of at most `most` rows, or of one chunk."""
     passes: list[list[Chunk]] = []
     rows = most
     for chunk in chunks:

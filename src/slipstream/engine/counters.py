@@ -16,7 +16,7 @@ from slipstream.engine.drafting import Drafting
 from slipstream.engine.flight import StepTimes
 from slipstream.engine.line import Admission
 from slipstream.engine.reasons import SWITCHED_OFF
-from slipstream.engine.scheduler import Scheduler
+from slipstream.engine.schedule import Scheduler
 
 
 class Counters:

@@ -18,7 +18,7 @@ from slipstream.engine.drafts import Guesses, Plan
 from slipstream.engine.flight import Flight, Member, StepTimes
 from slipstream.engine.followers import Followers
 from slipstream.engine.packing import PackedPass, pack
-from slipstream.engine.scheduler import Schedule
+from slipstream.engine.schedule import Schedule
 from slipstream.engine.state import Answer
 from slipstream.kv.cache import compaction
 from slipstream.models.runner import Runner

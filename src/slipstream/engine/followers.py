@@ -26,25 +26,25 @@ class Followers:
 
     def resume(self, answer: Answer) -> None:
         """The answer starts. Its drafters hear how much of what was found they have."""
-        if self._prefixes is None or not answer.found or answer.table is None:
+        if self._prefixes is None or not answer.found_pages or answer.table is None:
             return
         for name in self._of(answer):
             self._resume(answer, name, self._knows(answer, name))
 
     def _knows(self, answer: Answer, name: str) -> int:
         """Tokens of what was found that this drafter has read."""
-        if self._prefixes is None or not answer.found or answer.table is None:
+        if self._prefixes is None or not answer.found_pages or answer.table is None:
             return 0
-        return self._prefixes.read_by(answer.table.pages[: answer.found], name) * self._prefixes.pool.page_size
+        return self._prefixes.read_by(answer.table.pages[: answer.found_pages], name) * self._prefixes.pool.page_size
 
     def note(self, answer: Answer) -> None:
         """Note which of the pages that others may find are in the drafters' own caches by now."""
-        if self._prefixes is None or not answer.kept or answer.table is None:
+        if self._prefixes is None or not answer.kept_pages or answer.table is None:
             return
         for name in self._of(answer):
             # a head's row for a token lies in the slot of the one before, so the last one is missing
             pages = max(0, self._has_read(answer, name) - 1) // self._prefixes.pool.page_size
-            self._prefixes.mark(answer.table.pages[: min(pages, answer.kept)], name)
+            self._prefixes.mark(answer.table.pages[: min(pages, answer.kept_pages)], name)
 
     def _of(self, answer: Answer) -> list[str]:
         """Those who follow this answer. One whose context its prompt exceeds may have left some of it out."""
@@ -72,7 +72,7 @@ class QueuedFollowers(Followers):
     def resume(self, answer: Answer) -> None:
         super().resume(answer)
         leader = answer.leader
-        if leader is not None and not answer.found:  # what a sibling shares is no more than it has
+        if leader is not None and not answer.found_pages:  # what a sibling shares is no more than it has
             behind = {name: known for name, known in leader.behind.items() if name in answer.drafters}
             answer.behind.update({name: known for name, known in behind.items() if known < answer.cached})
         for name in self._of(answer):

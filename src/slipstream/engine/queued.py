@@ -31,7 +31,7 @@ from slipstream.engine.followers import QueuedFollowers
 from slipstream.engine.lanes import Lanes
 from slipstream.engine.packing import pack_chunks
 from slipstream.engine.rounds import Machine, Round, Rounds, RoundShape
-from slipstream.engine.scheduler import Schedule
+from slipstream.engine.schedule import Schedule
 from slipstream.engine.state import Answer
 from slipstream.models.batch import fetched
 from slipstream.models.gpu import SHARED_ROWS, WIDE_ROWS, WIDE_SIZES

@@ -1,4 +1,4 @@
-"""A request inside the engine: one answer in the making, and the job (a prompt with its `n` answers) it belongs to."""
+"""A request inside the engine: a job is a prompt with its `n` answers, and the engine runs each answer by itself."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import heapq
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from copy import copy
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -65,37 +64,43 @@ class Answer:
     material: tuple[tuple[int, ...], ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     end_ids: frozenset[int] = frozenset()
-    constraint: Constraint | None = None  # where it stands in the grammar of its form
+    constraint: Constraint | None = None  # its state in its grammar
     leader: Answer | None = None  # the sibling that computes the shared prompt
-    phase: Phase = Phase.WAITING
-    table: PageTable | None = None
-    slot: int = -1
-    drafters: tuple[str, ...] = ()  # whose drafts it takes now
-    doubted: bool = False  # its last round came to nothing beside a draft: the next one is plain
-    refused: dict[str, str] = field(default_factory=dict)  # drafters that failed for it -> why
-    view: DraftRequest | None = None
-    copied: Copied | None = None
-    decided: dict[str, Decision | str] = field(default_factory=dict)
-    """By drafter: the last plan of guesses that this answer could have had, or why there was nothing to plan."""
-    turn: int | None = None  # its place among those that were started; None: it never was
-    last_token_at: float | None = None  # by time.perf_counter
-    charge: int = 0  # tokens that its tenant was charged with when it was taken from the line
-    queued: int = 0  # rounds in the making whose results the host has not seen
-    coming: int = 0  # tokens that these may add at most
-    stride: int = RECENT  # tokens that its last round may have added; as long as it had none, as many as may matter
-    guessers: tuple[str, ...] = ()  # who guessed in its last round
-    epoch: int = 0  # how often it gave everything back: results of an earlier life are of no use
-    on_device: bool = False  # its lane on the device says where it stands
-    closing: bool = False  # it got a token that ends it, most likely: no further round before that is certain
-    names: tuple[bytes, ...] = ()  # of the pages of its prompt that others may have, where it computes them itself
-    found: int = 0  # pages of its prompt that others had computed
-    kept: int = 0  # of its named pages are computed
-    behind: dict[str, int] = field(default_factory=dict)  # tokens read by device drafters that stopped following it
-    missed: dict[str, int] = field(default_factory=dict)  # … and by others: how many of its last ones are not
-    id: str = field(init=False)  # of job and sample always: a job may be named like another's second answer
+    id: str = field(init=False)  # always of job and sample: another job's id may look like an answer's
     params: SamplingParams = field(init=False)  # the job's
     tenant: str = field(init=False)
     prompt_length: int = field(init=False)
+
+    # its place in the schedule
+    phase: Phase = Phase.WAITING
+    turn: int | None = None  # its number in the order of first admissions; None: not admitted yet
+    charge: int = 0  # tokens charged to its tenant when it was taken from the line
+    epoch: int = 0  # the number of times it was released: results of earlier epochs are ignored
+    slot: int = -1
+    table: PageTable | None = None
+    page_names: tuple[bytes, ...] = ()  # of its prompt's pages that other requests may share
+    found_pages: int = 0  # of its prompt: found in the cache
+    kept_pages: int = 0  # of the named ones: computed, so others can find them
+
+    # what is in flight
+    queued: int = 0  # steps that were launched and not read
+    coming: int = 0  # most tokens that these may add
+    stride: int = RECENT  # most tokens that its last step may add; before any step, the most that matters
+    guessers: tuple[str, ...] = ()  # the drafters of its last step
+    closing: bool = False  # it has a token that probably ends it: no step is launched until that is certain
+    plain_next: bool = False  # its last step gave no token beside a draft: the next one has no draft
+    on_device: bool = False  # its lane on the device is up to date
+    last_token_at: float | None = None  # by time.perf_counter
+
+    # its drafters
+    drafters: tuple[str, ...] = ()
+    view: DraftRequest | None = None  # what the drafters see of it
+    refused: dict[str, str] = field(default_factory=dict)  # by drafter that failed for it: the reason
+    decided: dict[str, Decision | str] = field(default_factory=dict)
+    """By drafter: the last decision on a draft that this answer could have had, or why there was none to decide on."""
+    copied: Copied | None = None
+    behind: dict[str, int] = field(default_factory=dict)  # by device drafter that stopped following it: tokens read
+    missed: dict[str, int] = field(default_factory=dict)  # by one that follows it: the number of last tokens not read
 
     def __post_init__(self) -> None:
         self.id = f"{self.job.id}/{self.sample}"
@@ -117,23 +122,23 @@ class Answer:
 
     @property
     def decoding(self) -> bool:
-        """Is the next thing to compute the token behind its last one, seen by the host or not?"""
+        """Whether its next step computes one new token, rather than its prompt."""
         pending = len(self.tokens) if self.table is None else len(self.tokens) - self.table.length
         return pending == 1 or (pending == 0 and self.queued > 0)
 
     @property
     def will_end(self) -> bool:
-        """Is a further round most likely for nothing? Each one in the making gives a token at least."""
+        """Whether another step is probably useless. Each step in flight gives at least one token."""
         generated = len(self.tokens) - self.prompt_length
         return self.closing or generated + self.queued >= self.params.max_tokens
 
     @property
     def reach(self) -> int:
-        """Tokens that it may have before the next round, the last of them not in the cache."""
+        """Most tokens that it may have before the next step, the last of them not in the cache."""
         return len(self.tokens) + self.coming
 
     def has_room(self, nodes: int) -> bool:
-        """Do its pages hold its next token, and so many guesses behind it, as they are?"""
+        """Whether its pages have room for its next token and `nodes` draft nodes behind it."""
         return self.table is not None and self.reach + nodes <= self.table.capacity
 
     @property
@@ -149,7 +154,7 @@ class Answer:
         self.output.timing.total_s = time.perf_counter() - self.job.arrived
         try:
             self.text.finish()
-        except Exception as broken:  # a tokenizer that cannot decode its own tokens: the ids are right all the same
+        except Exception as broken:  # a tokenizer that cannot decode its own tokens; the ids are right
             self.output.error = self.output.error or f"the text is incomplete: {type(broken).__name__}: {broken}"
         self.output.text = self.text.visible
         if reason == "stop" and self.output.unenforced and self.constraint is not None:
@@ -157,17 +162,17 @@ class Answer:
 
 
 @dataclass(slots=True)
-class _Told:
-    """How much of an answer its caller has: what a delta begins behind."""
+class _Sent:
+    """The part of an answer that its caller has: where the next delta begins."""
 
     tokens: int = 0
     characters: int = 0
-    ended: bool = False  # it heard of the end: until all of the job is over there is nothing more to tell
+    ended: bool = False  # the caller has its end: nothing more is sent before the whole job is over
 
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """What a caller submitted: a prompt, its parameters, and where the results go."""
+    """A submitted request: a prompt, its parameters, and the sink of its outputs."""
 
     id: str
     prompt: str | None
@@ -177,15 +182,15 @@ class Job:
     streaming: bool = False
     arrived: float = field(default_factory=time.perf_counter)
     answers: list[Answer] = field(default_factory=list)
-    reported: bool = False
+    reported: bool = False  # the sink has its end
     holds: Callable[[Job, bool], bool] | None = None
-    """Asked before news are made, and told whether they are urgent: are they to wait, until it reports again?"""
-    cached_tokens: int = 0  # of the prompt that were in the cache when its first answer started
-    _shown_prompt: list[int] = field(init=False, default_factory=list)  # the caller's copy, one for a whole stream
-    _told: list[_Told] = field(init=False, default_factory=list)  # by answer; only where deltas are wanted
+    """Called before a delta is made, with whether it is urgent. True: wait until `report` is called again."""
+    cached_tokens: int = 0  # of the prompt: found in the cache when its first answer started
+    _shown_prompt: list[int] = field(init=False, default_factory=list)  # the caller's copy, one for all its outputs
+    _sent: list[_Sent] = field(init=False, default_factory=list)  # by answer; only for deltas
 
     def report(self) -> None:
-        """Hand the caller where the job stands: every change when streaming, else only the end, once."""
+        """Send the job's state to the sink: every change if it is streamed, else only the end, once."""
         finished = all(answer.ended for answer in self.answers)
         kind = self.params.output_kind
         if self.reported or not (finished or (self.streaming and kind != "final_only")):
@@ -194,53 +199,60 @@ class Job:
             return
         self.reported = finished
         if kind == "delta":
-            self._told = self._told or [_Told() for _ in self.answers]
-            parts = zip(self.answers, self._told, strict=True)
-            outputs = [_news(answer.output, told) for answer, told in parts if finished or not told.ended]
+            self._sent = self._sent or [_Sent() for _ in self.answers]
+            parts = zip(self.answers, self._sent, strict=True)
+            outputs = [_delta(answer.output, sent) for answer, sent in parts if finished or not sent.ended]
         else:
             outputs = [answer.output if finished else _snapshot(answer.output) for answer in self.answers]
         self._shown_prompt = self._shown_prompt or list(self.prompt_ids)
         self.sink(RequestOutput(self.id, self.prompt, self._shown_prompt, outputs, finished, self.cached_tokens))
 
-    def part(self) -> None:
-        """All is over and told: its answers let go of it and of what drafters saw of them, and it of whoever listened.
-        Else only a search through everything that is there would find that nobody needs them any more, and rounds would
-        wait for that."""
+    def release(self) -> None:
+        """Release a reported job: drop the references between it, its answers, their drafters and its listener.
+
+        Without this, only the cyclic garbage collector would free them, and steps would wait for it.
+        """
         if self.reported:
-            self.sink = _to_nobody
-            over = copy(_OVER)
-            over.arrived = self.arrived  # of which a listener may still ask
+            self.sink = _discard
+            released = Job("", None, (), _ANY_PARAMS, _discard, arrived=self.arrived)  # a listener may ask for the time
             for answer in self.answers:
-                answer.job, answer.view = over, None
+                answer.job, answer.view = released, None
 
     @property
     def _is_urgent(self) -> bool:
-        """Has an answer its first token to tell, or its end?"""
-        if not self._told:
+        """Whether an answer has a first token or an end that its caller does not have."""
+        if not self._sent:
             return True
-        for answer, told in zip(self.answers, self._told, strict=True):
-            if not told.ended and (answer.ended or (answer.output.token_ids and not told.tokens)):
+        for answer, sent in zip(self.answers, self._sent, strict=True):
+            if not sent.ended and (answer.ended or (answer.output.token_ids and not sent.tokens)):
                 return True
         return False
 
 
+_ANY_PARAMS = SamplingParams()
+
+
+def _discard(output: RequestOutput) -> None:
+    """The sink of a released job."""
+
+
 def _all_of(kind: type[Any]) -> Callable[[Any], tuple[Any, ...]]:
-    """Reads all fields of such an object. Every stream is told of every round; `replace` takes four times as long."""
+    """A reader of all fields of such an object: `dataclasses.replace` takes four times as long to copy one."""
     return attrgetter(*(part.name for part in fields(kind)))
 
 
 _OUTPUT, _TIMING, _STATS, _DRAFTER = map(_all_of, (CompletionOutput, Timing, SpeculationStats, DrafterStats))
 
 
-def _news(output: CompletionOutput, told: _Told) -> CompletionOutput:
-    """What the caller has not heard yet: it costs as much as is new, however long the answer.
+def _delta(output: CompletionOutput, sent: _Sent) -> CompletionOutput:
+    """The part of the output that the caller does not have. Its cost depends on that part alone.
 
-    Every stream has one of these a round, so that counts and times are copied only with the end.
+    Counts and times are copied only with the end, since every stream has a delta in every step.
     """
-    at, characters = told.tokens, told.characters
-    told.tokens, told.characters = len(output.token_ids), len(output.text)
+    at, characters = sent.tokens, sent.characters
+    sent.tokens, sent.characters = len(output.token_ids), len(output.text)
     if output.finish_reason is not None:
-        told.ended = True
+        sent.ended = True
         return _snapshot(output, at, characters)
     return CompletionOutput(
         output.index,
@@ -254,7 +266,7 @@ def _news(output: CompletionOutput, told: _Told) -> CompletionOutput:
 
 
 def _snapshot(output: CompletionOutput, tokens: int = 0, characters: int = 0) -> CompletionOutput:
-    """A copy from these places on, for the caller's thread: the engine goes on writing to its own."""
+    """A copy for the caller's thread, from these tokens and characters on: the engine continues to change its own."""
     copy = CompletionOutput(*_OUTPUT(output))
     copy.text = output.text[characters:]
     copy.token_ids = output.token_ids[tokens:]
@@ -268,23 +280,15 @@ def _snapshot(output: CompletionOutput, tokens: int = 0, characters: int = 0) ->
     return copy
 
 
-def _to_nobody(output: RequestOutput) -> None:
-    """Where results go when all were given out."""
-
-
-_OVER = Job("", None, (), SamplingParams(), _to_nobody)
-"""Whose answers are that have ended."""
-
-
 class Deadlines:
-    """Jobs by when they must be over. A round that has none to end pays for one comparison.
+    """The deadlines of jobs. A step without an expired one costs one comparison.
 
-    A job that ends in time is forgotten when its time comes, or when such jobs are more than half of all.
+    The entry of a job that ended earlier is dropped at its deadline, or when such entries are more than half of all.
     """
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Job]] = []
-        self._order = itertools.count()  # jobs with the same end are not compared
+        self._order = itertools.count()  # jobs with the same deadline are not compared
         self._tidy_at = 64
 
     def add(self, job: Job) -> None:
@@ -297,10 +301,8 @@ class Deadlines:
             self._tidy_at = 2 * len(self._heap) + 64
 
     def over(self) -> list[Job]:
-        """Those whose time is over by now. They are told once."""
-        if not self._heap or self._heap[0][0] > time.perf_counter():
-            return []
-        now, jobs = time.perf_counter(), []
+        """Remove and return the jobs whose deadline has passed."""
+        now, jobs = time.perf_counter() if self._heap else 0.0, []
         while self._heap and self._heap[0][0] <= now:
             jobs.append(heapq.heappop(self._heap)[2])
         return jobs

@@ -36,7 +36,7 @@ from slipstream.engine.flight import Flight, Member, StepTimes
 from slipstream.engine.line import Admission
 from slipstream.engine.memory import drafter_bytes
 from slipstream.engine.requests import MemoryPlan
-from slipstream.engine.scheduler import Schedule, Scheduler
+from slipstream.engine.schedule import Schedule, Scheduler
 from slipstream.engine.state import Answer, Deadlines, Job, Phase
 from slipstream.engine.text import Decoder
 from slipstream.kernels.gpu.rows import RECENT
@@ -262,7 +262,7 @@ class Engine:
         drafts = self.drafting.waits(running)
         others = (
             self.pool.free_pages < len(running)  # near preemption: the exact state frees most
-            or any(a.doubted or a.reach >= self.plan.max_model_len or a.params.logprobs is not None for a in running)
+            or any(a.plain_next or a.reach >= self.plan.max_model_len or a.params.logprobs is not None for a in running)
             or any(a.constraint is not None for a in running)  # a mask depends on the tokens before it
         )
         return drafts, others
@@ -317,7 +317,7 @@ class Engine:
             if member.decodes:
                 assert answer.table is not None
                 answer.table.commit(len(tokens))
-                answer.doubted = not tokens
+                answer.plain_next = not tokens
                 self.backend.observe(answer, verdict)
             answer.closing = usable != tokens or not answer.end_ids.isdisjoint(usable) or len(answer.tokens) >= longest
         self.drafting.observe([member.answer for member in members], verdicts, flight.levels)
@@ -448,7 +448,7 @@ class Engine:
                 answer.end("error", error=RequestError(_FAILED.format(type(error).__name__, error)))
             self.counters.end(answer.output.finish_reason or "error")
         job.report()
-        job.part()
+        job.release()
 
     def _admitted(self, answer: Answer) -> None:
         assert answer.table is not None
@@ -457,7 +457,7 @@ class Engine:
             answer.output.timing.queued_s = time.perf_counter() - answer.job.arrived
             self.counters.prompt_tokens += answer.prompt_length
             if answer.leader is None:
-                answer.job.cached_tokens = answer.found * self.config.page_size
+                answer.job.cached_tokens = answer.found_pages * self.config.page_size
         self.sampling.add(
             answer.slot,
             answer.params,
