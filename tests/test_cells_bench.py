@@ -246,7 +246,7 @@ def test_prompts_are_read_for_all_drafters(tiny_target: Path, monkeypatch: pytes
         bench.read([prompt])
         known = []
         monkeypatch.setattr(
-            type(llm.engine.backend.followers), "_resume", lambda _, answer, name, count: known.append(count)
+            type(llm.engine.backend.prefix_readers), "_resume", lambda _, answer, name, count: known.append(count)
         )
         bench.read([prompt])
         assert known == [48], "all whole pages but that of the last token"

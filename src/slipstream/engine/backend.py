@@ -19,7 +19,7 @@ from slipstream.engine.counters import Counters
 from slipstream.engine.drafting import Drafting
 from slipstream.engine.drafts import Plan
 from slipstream.engine.flight import Flight, StepTimes
-from slipstream.engine.followers import Followers
+from slipstream.engine.prefix_readers import PrefixReaders
 from slipstream.engine.requests import MemoryPlan
 from slipstream.engine.schedule import Schedule, Scheduler
 from slipstream.engine.state import Answer
@@ -51,7 +51,7 @@ class Backend(ABC):
     """Steps that are in flight while the host delivers an earlier one."""
     spare: ClassVar[int]
     """Slots and pages beyond those of requests, for padding."""
-    followers: Followers
+    prefix_readers: PrefixReaders
 
     def __init__(self, parts: Parts, **options: Any) -> None:  # noqa: B027
         pass

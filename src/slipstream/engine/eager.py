@@ -16,7 +16,7 @@ from slipstream.engine.chunks import ChunkRule
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.drafts import Guesses, Plan
 from slipstream.engine.flight import Flight, Member, StepTimes
-from slipstream.engine.followers import Followers
+from slipstream.engine.prefix_readers import PrefixReaders
 from slipstream.engine.packing import PackedPass, pack
 from slipstream.engine.schedule import Schedule
 from slipstream.engine.state import Answer
@@ -55,7 +55,7 @@ class EagerBackend(Backend):
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self.followers = Followers(parts.drafting, parts.prefixes)
+        self.prefix_readers = PrefixReaders(parts.drafting, parts.prefixes)
 
     @staticmethod
     def chunk_rule(target: Runner, config: EngineConfig) -> ChunkRule:

@@ -1,4 +1,4 @@
-"""Where every running request stands, on the device: written by the host when it joins, advanced by the rounds."""
+"""The state of every running request on the device: the host writes it when the request joins, steps advance it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slipstream.models.batch import sent
 
 
 class Lanes:
-    """Owns the lane state. A lane is a request's slot; the last one takes what belongs to nobody."""
+    """Owns the lane state. A lane is a request's slot; the last one is for padding."""
 
     def __init__(self, slots: int, max_pages: int, trash_page: int, device: torch.device) -> None:
         def column(value: int) -> Tensor:
@@ -32,10 +32,10 @@ class Lanes:
         self._max_pages = max_pages
         self._device = device
         self._trash_page = trash_page
-        self._sent: dict[int, tuple[int, ...]] = {}  # by lane: the pages that the device knows
+        self._sent: dict[int, tuple[int, ...]] = {}  # by lane: the page table on the device
 
     def place(self, answers: Sequence[Answer]) -> None:
-        """The host knows where these stand: say so, where the device does not know yet."""
+        """Write the state of those answers whose lanes are not up to date. The host knows all their tokens."""
         new = [answer for answer in answers if not answer.on_device]
         if new:
             rows = [
@@ -44,44 +44,40 @@ class Lanes:
             ]
             sent_rows = self._send(rows)
             lane, last, previous, length, generated = sent_rows[:, :5].unbind(1)
-            self._write(lane, last, previous, length, generated, sent_rows[:, 5:])
-            for answer in new:
-                answer.on_device = True
+            self._write(new, lane, last, previous, length, generated, sent_rows[:, 5:])
 
-    def pose(self, pages: Sequence[Sequence[int]], length: int) -> None:
-        """Requests that are nobody's stand in the first lanes, until they are cleared."""
+    def begin(self, answers: Sequence[Answer], chosen: Tensor) -> None:
+        """Write the state of answers whose prompts are complete. chosen: their first tokens [A], not on the host."""
+        rows = [(a.slot, a.tokens[-1], len(a.tokens), a.generated + 1, *ring(a.tokens)) for a in answers]
+        sent_rows = self._send(rows)
+        lane, previous, length, generated = sent_rows[:, :4].unbind(1)
+        last = chosen.clamp_min(0)
+        recent = sent_rows[:, 4:].scatter(1, (length % RECENT)[:, None], last[:, None])
+        self._write(answers, lane, last, previous, length, generated, recent)
+
+    def occupy(self, pages: Sequence[Sequence[int]], length: int) -> None:
+        """Put requests without an owner, with these pages, in the first lanes, until `clear`."""
         for lane, own in enumerate(pages):
             self.state.pages[lane, : len(own)] = torch.tensor(own, dtype=torch.int32, device=self._device)
         self.rewind(len(pages), length)
 
     def rewind(self, lanes: int, length: int) -> None:
-        """Those who pose in the first lanes have so many tokens again."""
+        """Reset the requests in the first lanes to this length."""
         self.state.length[:lanes] = length
 
     def clear(self, lanes: int) -> None:
-        """The first lanes are as they were before anybody was in them."""
+        """Reset the first lanes to those of no request."""
         state = self.state
         state.pages[:lanes] = self._trash_page
         state.length[:lanes] = 1
         for column in (state.last, state.previous, state.generated, state.recent):
             column[:lanes] = 0
 
-    def begin(self, answers: Sequence[Answer], chosen: Tensor) -> None:
-        """These have computed their last pending tokens, and chose `chosen` [A], which only the device knows."""
-        rows = [(a.slot, a.tokens[-1], len(a.tokens), a.generated + 1, *ring(a.tokens)) for a in answers]
-        sent_rows = self._send(rows)
-        lane, previous, length, generated = sent_rows[:, :4].unbind(1)
-        last = chosen.clamp_min(0)
-        recent = sent_rows[:, 4:].scatter(1, (length % RECENT)[:, None], last[:, None])
-        self._write(lane, last, previous, length, generated, recent)
-        for answer in answers:
-            answer.on_device = True
-
     def send_pages(self, answers: Sequence[Answer]) -> None:
         """Bring the device's page tables up to date.
 
-        Behind a request's own pages stands the trash page always: a drafter that guesses further for others writes
-        there, and not to pages that were this lane's once.
+        Behind a request's own pages there is only the trash page: a drafter that guesses further for other requests
+        writes there, and not to pages that this lane had before.
         """
         places: list[int] = []
         values: list[int] = []
@@ -90,7 +86,7 @@ class Lanes:
             pages, known = answer.table.pages, self._sent.get(answer.slot, ())
             if pages == known:
                 continue
-            # nearly always a request got more pages, behind those that the device knows
+            # nearly always the request only got more pages
             same = len(known) if pages[: len(known)] == known else 0
             new = [*pages[same:], *([self._trash_page] * (len(known) - len(pages)))]
             begin = answer.slot * self._max_pages + same
@@ -104,10 +100,11 @@ class Lanes:
     def _send(self, rows: Sequence[Sequence[int]]) -> Tensor:
         return sent(np.array(rows, dtype=np.int64), self._device)
 
-    def _write(
-        self, lane: Tensor, last: Tensor, previous: Tensor, length: Tensor, generated: Tensor, recent: Tensor
-    ) -> None:
+    def _write(self, answers: Sequence[Answer], lane: Tensor, *values: Tensor) -> None:
+        """values: the answers' last and previous tokens, lengths, generated tokens [A] and recent tokens [A, RECENT]."""
         state = self.state
         columns = (state.last, state.previous, state.length, state.generated, state.recent)
-        for column, values in zip(columns, (last, previous, length, generated, recent), strict=True):
-            column.index_copy_(0, lane, values)
+        for column, new in zip(columns, values, strict=True):
+            column.index_copy_(0, lane, new)
+        for answer in answers:
+            answer.on_device = True

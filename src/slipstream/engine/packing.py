@@ -1,4 +1,4 @@
-"""From what the scheduler chose and the drafters guessed to the tensors of one pass, and back to rows of choices."""
+"""Pack the batch of a step, decodes with their drafts and chunks of prompts, into the tensors of one pass."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from slipstream.sampling.rows import SampleRows
 
 @dataclass(frozen=True, slots=True)
 class PackedPass:
-    """One pass and how to read it. Emitting requests come first to last: decodes, then completing chunks."""
+    """A pass, and the rows of its choices. Emitting requests are the decodes, then the completing chunks."""
 
     batch: PassBatch
     emitting: tuple[Answer, ...]  # [E]
-    rows: SampleRows  # [R] rows that choose a token
-    row_of: Tensor  # [E, K + 1] int64: which of the R rows is a request's root (column 0) or node i (column 1 + i)
-    slot_of_row: Tensor  # [E, K + 1] int64: the cache slot that each of these rows wrote to
+    rows: SampleRows  # [R]: the rows that choose a token
+    row_of: Tensor  # [E, K + 1] int64: the row (of R) of a request's root (column 0) and node i (column 1 + i)
+    slot_of_row: Tensor  # [E, K + 1] int64: the cache slot that each of them writes
 
     def choices(self, tokens: Tensor) -> Tensor:
         """Chosen tokens [R] as [E, K + 1]; padding repeats the root's."""
@@ -35,9 +35,9 @@ class PackedPass:
 
 
 def pack(decodes: Sequence[Answer], chunks: Sequence[Chunk], draft: Draft, *, paths: bool) -> PackedPass:
-    """Lay decodes with their drafts, then chunks, end to end.
+    """Pack decodes with their drafts, then chunks.
 
-    draft has one row a decode. paths: also say by which draft tokens each row is reached (penalties, bad words).
+    draft has one row a decode. paths: include the draft tokens before each row, for penalties and bad words.
     """
     device = draft.tokens.device
     counts = draft.counts.tolist()
@@ -54,7 +54,7 @@ def pack(decodes: Sequence[Answer], chunks: Sequence[Chunk], draft: Draft, *, pa
     def tensor(values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device)
 
-    # decodes: the root row is the last token, then the nodes; valid picks the real ones out of [D, K + 1]
+    # decodes: the last token is the root row, then come the nodes; `valid` selects the real ones of [D, K + 1]
     valid = torch.arange(width + 1, device=device) <= draft.counts[:, None]
     last = tensor([answer.tokens[-1] for answer in decodes])
     lengths = tensor([answer.cached for answer in decodes])
@@ -78,33 +78,26 @@ def pack(decodes: Sequence[Answer], chunks: Sequence[Chunk], draft: Draft, *, pa
         is_tree=is_tree + (False,) * (len(parts) - len(is_tree)),
         masks=masks,
         logit_rows=logit_rows,
-        wide=False,  # decodes are in it, or chunks that were cut by the room that others left
+        wide=False,  # it has decodes, or chunks cut to the room beside them
     )
-    # rows that choose: all decode rows, then the last row of each completing chunk
+    # all decode rows choose, then the last row of each completing chunk
     first_row = tensor(starts[: len(decodes)])
     reach = torch.arange(width + 1, device=device)
     row_of = torch.where(valid, first_row[:, None] + reach, first_row[:, None])
     extra = tensor([decode_rows + i for i in range(len(completing))])[:, None].expand(-1, width + 1)
     row_of = torch.cat((row_of, extra))
     slot_of_row = batch.slots[logit_rows][row_of]
-    return PackedPass(batch, emitting, _sample_rows(batch, emitting, valid, tree, draft, paths), row_of, slot_of_row)
+    rows = _sample_rows(batch.positions[logit_rows] + 1, emitting, valid, tree, draft if paths else None)
+    return PackedPass(batch, emitting, rows, row_of, slot_of_row)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedChunks:
-    """A pass over prompts alone."""
+    """A pass over prompts only."""
 
     batch: PassBatch
     completing: tuple[Answer, ...]  # [C]
-    rows: SampleRows  # [C]: the last rows of these, which choose a token
-
-
-@dataclass(frozen=True, slots=True)
-class FirstTokens:
-    """What a pass over prompts chose for those that it completed."""
-
-    chosen: Tensor  # [C] int64
-    logits: Tensor  # [C, V]
+    rows: SampleRows  # [C]: their last rows, which choose a token
 
 
 def pack_chunks(
@@ -115,9 +108,9 @@ def pack_chunks(
     sizes: Sequence[int] = (),
     trash_slot: int = 0,
 ) -> PackedChunks:
-    """Lay chunks end to end. Everything goes to the device together: nothing waits for what is queued there.
+    """Pack chunks. One copy takes everything to the device, without waiting for what is queued there.
 
-    sizes: the pass is filled up to the next of these by rows that write to a slot which is nobody's.
+    sizes: the pass is padded to the next of these, with rows that write to `trash_slot`.
     """
     starts = [0, *accumulate(chunk.rows for chunk in chunks)]
     count = next((size for size in sizes if size >= starts[-1]), starts[-1])
@@ -146,7 +139,7 @@ def pack_chunks(
 
 
 def _chunk_rows(chunks: Sequence[Chunk], count: int, trash_slot: int) -> NDArray[np.int64]:  # [3, N]
-    """Token, position and cache slot of each pending token that is computed, and of rows that fill up the pass."""
+    """The token, position and cache slot of each row of chunks, padded to `count` rows."""
     rows = np.zeros((3, count), dtype=np.int64)
     rows[2] = trash_slot
     end = 0
@@ -166,22 +159,22 @@ def _table(answer: Answer) -> PageTable:
 
 
 def _sample_rows(
-    batch: PassBatch, emitting: Sequence[Answer], valid: Tensor, tree: _Tree, draft: Draft, paths: bool
+    positions: Tensor, emitting: Sequence[Answer], valid: Tensor, tree: _Tree, draft: Draft | None
 ) -> SampleRows:
+    """The rows that choose. draft: if the draft tokens before each row are needed."""
     device = valid.device
     decodes = valid.shape[0]
     state = torch.tensor([(a.slot, a.generated) for a in emitting], dtype=torch.int64, device=device).view(-1, 2)
     owners = torch.arange(decodes, device=device)[:, None].expand_as(valid)[valid]
     owners = torch.cat((owners, torch.arange(decodes, len(emitting), device=device)))  # [R] -> emitting request
     depth = torch.cat((tree.depth[valid], torch.zeros(len(emitting) - decodes, dtype=torch.int64, device=device)))
-    assert batch.logit_rows is not None
     path = None
-    if paths and draft.width:
+    if draft is not None and draft.width:
         path = torch.full((owners.shape[0], draft.width), -1, dtype=torch.int64, device=device)
         path[: valid.sum()] = tree.paths(draft)[valid]
     return SampleRows(
         slots=state[owners, 0],
-        positions=batch.positions[batch.logit_rows] + 1,
+        positions=positions,
         generated=state[owners, 1] + depth,
         path=path,
     )
@@ -189,10 +182,10 @@ def _sample_rows(
 
 @dataclass(frozen=True, slots=True)
 class _Tree:
-    """Depths and ancestors of all rows of a draft; row 0 is the root, row 1 + i is node i."""
+    """Depths and ancestors of all rows of a draft: row 0 is the root, row 1 + i is node i."""
 
     depth: Tensor  # [D, K + 1] int64
-    ancestors: Tensor  # [D, K + 1] int64: bit j: row j is this row or above it
+    ancestors: Tensor  # [D, K + 1] int64: bit j is set if row j is this row or above it
 
     @staticmethod
     def of(draft: Draft) -> _Tree:
@@ -208,8 +201,8 @@ class _Tree:
             jump = jump.gather(1, jump)
         return _Tree(depth, ancestors)
 
-    def paths(self, draft: Draft) -> Tensor:
-        """[D, K + 1, K]: the draft tokens from the root to each row, then -1."""
+    def paths(self, draft: Draft) -> Tensor:  # [D, K + 1, K]
+        """The draft tokens from the root to each row, then -1."""
         node = torch.arange(draft.width, device=draft.tokens.device)
         on_path = (self.ancestors[..., None] >> (node + 1)) & 1 == 1  # [D, K + 1, K]
         order = on_path.logical_not().to(torch.int8).argsort(dim=-1, stable=True)  # nodes of the path first, in order

@@ -27,7 +27,7 @@ from slipstream.engine.config import EngineConfig
 from slipstream.engine.draft_loops import DraftFailed
 from slipstream.engine.drafts import Plan, resolved
 from slipstream.engine.flight import Flight, Member, StepTimes
-from slipstream.engine.followers import QueuedFollowers
+from slipstream.engine.prefix_readers import QueuedPrefixReaders
 from slipstream.engine.lanes import Lanes
 from slipstream.engine.packing import pack_chunks
 from slipstream.engine.rounds import Machine, Round, Rounds, RoundShape
@@ -201,7 +201,7 @@ class QueuedBackend(Backend):
             target.capture_prompts(parts.cache, self._trash_slot, self.rounds.pool)
             for drafter in drafters.values():
                 drafter.capture_prompts(self._trash_slot, self.rounds.pool)
-        self.followers = QueuedFollowers(parts.drafting, parts.prefixes)
+        self.prefix_readers = QueuedPrefixReaders(parts.drafting, parts.prefixes)
         self._chunks = self.chunk_rule(target, config)
         self._crowd = _Crowd([], Features(), reads_logits=False)
         self._marks = Marks(has_clock=target.device.type == "cuda")
@@ -355,7 +355,7 @@ class QueuedBackend(Backend):
         parts.drafting.read(chunks, packed.batch)
         for chunk in chunks:
             parts.scheduler.commit(chunk)
-            self.followers.note(chunk.answer)
+            self.prefix_readers.note(chunk.answer)
         if not packed.completing:
             return None
         features = parts.sampling.features([answer.slot for answer in packed.completing])

@@ -109,7 +109,7 @@ class _Queued(Rehearsal):
     def __init__(self, engine: Engine, tables: Sequence[PageTable], context: int, backend: QueuedBackend) -> None:
         super().__init__(engine, tables, context)
         self._backend = backend
-        backend.lanes.pose([table.pages for table in tables], context)
+        backend.lanes.occupy([table.pages for table in tables], context)
 
     def rewind(self) -> None:
         self._backend.lanes.rewind(self.requests, self.context)

@@ -469,7 +469,7 @@ class Engine:
             bad_words=answer.bad_words,
         )
         self.drafting.start(answer)
-        self.backend.followers.resume(answer)
+        self.backend.prefix_readers.resume(answer)
 
     def _released(self, answer: Answer) -> None:
         """The answer ended or was preempted: results of its flights are ignored from now on."""
@@ -477,7 +477,7 @@ class Engine:
         answer.queued = answer.coming = 0
         answer.stride, answer.guessers = RECENT, ()
         answer.closing = answer.on_device = False
-        self.backend.followers.note(answer)
+        self.backend.prefix_readers.note(answer)
         self.drafting.stop(answer)
         self.sampling.remove(answer.slot)
         self.tables.pop(answer.id, None)

@@ -1,7 +1,7 @@
-"""Drafters that read along in a cache of their own, and prompts whose beginning was found in the target's.
+"""Drafters with a cache of their own, for prompts whose beginning was found in the target's cache.
 
-A page that others had computed holds the target's K and V, and its hidden states. Whether a drafter's own cache has it
-as well depends on whether that drafter read along then: what it has is noted here, and what it lacks it must read.
+A cached page holds the target's K, V and hidden states. A drafter's own cache has the page as well only if that drafter
+read along when it was computed. This file records which drafters did; the others must read the page again.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from slipstream.engine.state import Answer
 from slipstream.kv.prefix import PrefixStore
 
 
-class Followers:
-    """Where the host asks for drafts, a drafter itself knows how far it has read, and reads what is missing."""
+class PrefixReaders:
+    """For steps that the host waits for: each drafter knows how far it has read, and reads the rest by itself."""
 
     def __init__(self, drafting: Drafting, prefixes: PrefixStore | None) -> None:
         self._prefixes = prefixes
@@ -25,32 +25,31 @@ class Followers:
         }
 
     def resume(self, answer: Answer) -> None:
-        """The answer starts. Its drafters hear how much of what was found they have."""
-        if self._prefixes is None or not answer.found_pages or answer.table is None:
-            return
-        for name in self._of(answer):
-            self._resume(answer, name, self._knows(answer, name))
+        """The answer starts: tell its drafters how many of the cached tokens they have read."""
+        if answer.found_pages:
+            for name in self._readers(answer):
+                self._resume(answer, name, self._known(answer, name))
 
-    def _knows(self, answer: Answer, name: str) -> int:
-        """Tokens of what was found that this drafter has read."""
+    def note(self, answer: Answer) -> None:
+        """Record which of the pages that others can find are in the drafters' own caches."""
+        if self._prefixes is None or not answer.kept_pages or answer.table is None:
+            return
+        for name in self._readers(answer):
+            # a head's row for a token is in the slot of the token before, so the last one is missing
+            pages = max(0, self._has_read(answer, name) - 1) // self._prefixes.pool.page_size
+            self._prefixes.mark(answer.table.pages[: min(pages, answer.kept_pages)], name)
+
+    def _known(self, answer: Answer, name: str) -> int:
+        """The number of cached tokens that this drafter has read."""
         if self._prefixes is None or not answer.found_pages or answer.table is None:
             return 0
         return self._prefixes.read_by(answer.table.pages[: answer.found_pages], name) * self._prefixes.pool.page_size
 
-    def note(self, answer: Answer) -> None:
-        """Note which of the pages that others may find are in the drafters' own caches by now."""
-        if self._prefixes is None or not answer.kept_pages or answer.table is None:
-            return
-        for name in self._of(answer):
-            # a head's row for a token lies in the slot of the one before, so the last one is missing
-            pages = max(0, self._has_read(answer, name) - 1) // self._prefixes.pool.page_size
-            self._prefixes.mark(answer.table.pages[: min(pages, answer.kept_pages)], name)
-
-    def _of(self, answer: Answer) -> list[str]:
-        """Those who follow this answer. One whose context its prompt exceeds may have left some of it out."""
+    def _readers(self, answer: Answer) -> list[str]:
+        """The drafters that read the whole prompt. One whose context is shorter may have left out a part of it."""
         names = [name for name in answer.drafters if name in self._drafters and name not in answer.refused]
-        longest = {name: self._drafters[name].max_positions for name in names}
-        return [name for name in names if answer.prompt_length <= (longest[name] or answer.prompt_length)]
+        length = answer.prompt_length
+        return [name for name in names if length <= (self._drafters[name].max_positions or length)]
 
     def _resume(self, answer: Answer, name: str, known: int) -> None:
         try:
@@ -66,18 +65,18 @@ class Followers:
             return 0
 
 
-class QueuedFollowers(Followers):
-    """Where rounds are queued, drafters read beside the target, and the host knows who is behind."""
+class QueuedPrefixReaders(PrefixReaders):
+    """For queued steps: drafters read beside the target, and `Answer.behind` says which have tokens to catch up on."""
 
     def resume(self, answer: Answer) -> None:
         super().resume(answer)
         leader = answer.leader
-        if leader is not None and not answer.found_pages:  # what a sibling shares is no more than it has
+        if leader is not None and not answer.found_pages:  # its drafters have read no more of a fork than the leader's
             behind = {name: known for name, known in leader.behind.items() if name in answer.drafters}
             answer.behind.update({name: known for name, known in behind.items() if known < answer.cached})
-        for name in self._of(answer):
+        for name in self._readers(answer):
             if not self._drafting.planner.follows(name):
-                answer.behind.setdefault(name, self._knows(answer, name))
+                answer.behind.setdefault(name, self._known(answer, name))
 
     def _resume(self, answer: Answer, name: str, known: int) -> None:
         if known < answer.cached:
