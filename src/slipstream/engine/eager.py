@@ -16,8 +16,8 @@ from slipstream.engine.chunks import ChunkRule
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.drafts import Guesses, Plan
 from slipstream.engine.flight import Flight, Member, StepTimes
-from slipstream.engine.prefix_readers import PrefixReaders
 from slipstream.engine.packing import PackedPass, pack
+from slipstream.engine.prefix_readers import PrefixReaders
 from slipstream.engine.schedule import Schedule
 from slipstream.engine.state import Answer
 from slipstream.kv.cache import compaction

@@ -1,4 +1,4 @@
-"""The lag of device drafters with a cache of their own: which follow a request, and which have tokens to catch up on."""
+"""The lag of device drafters with a cache of their own: which follow a request, and which must catch up on tokens."""
 
 from __future__ import annotations
 
@@ -105,5 +105,5 @@ class Following:
 
 
 def _most_tokens(answer: Answer) -> int:
-    """Most tokens that it may have before the next step. A step in flight adds at most the depth of its draft and one."""
+    """Most tokens that it may have before the next step: one in flight adds at most the depth of its draft and one."""
     return len(answer.tokens) + min(answer.coming, answer.stride)

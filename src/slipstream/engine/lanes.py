@@ -101,7 +101,7 @@ class Lanes:
         return sent(np.array(rows, dtype=np.int64), self._device)
 
     def _write(self, answers: Sequence[Answer], lane: Tensor, *values: Tensor) -> None:
-        """values: the answers' last and previous tokens, lengths, generated tokens [A] and recent tokens [A, RECENT]."""
+        """values: by column of the state, in the order below, a row for each answer."""
         state = self.state
         columns = (state.last, state.previous, state.length, state.generated, state.recent)
         for column, new in zip(columns, values, strict=True):

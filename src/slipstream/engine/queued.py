@@ -27,9 +27,9 @@ from slipstream.engine.config import EngineConfig
 from slipstream.engine.draft_loops import DraftFailed
 from slipstream.engine.drafts import Plan, resolved
 from slipstream.engine.flight import Flight, Member, StepTimes
-from slipstream.engine.prefix_readers import QueuedPrefixReaders
 from slipstream.engine.lanes import Lanes
 from slipstream.engine.packing import pack_chunks
+from slipstream.engine.prefix_readers import QueuedPrefixReaders
 from slipstream.engine.rounds import Machine, Round, Rounds, RoundShape
 from slipstream.engine.schedule import Schedule
 from slipstream.engine.state import Answer
