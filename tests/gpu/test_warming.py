@@ -9,7 +9,7 @@ import pytest
 from exactness import differences, plain, run
 from gpu_scenes import open_on_gpu, save_real_heads, some_cases
 from scripted import Answers, Bushy, Right
-from slipstream.engine import stand_ins
+from slipstream.engine import rounds
 from slipstream.models.graphs import recorded
 
 pytestmark = pytest.mark.gpu
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("often", [1, 1_000_000])
 def test_the_same_tokens_and_nothing_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, often: int) -> None:
-    monkeypatch.setattr(stand_ins, "_OFTEN", often)
+    monkeypatch.setattr(rounds, "_OFTEN", often)
     target = save_real_heads(tmp_path / "target", 2048)
     batch, answers = some_cases()[:2], Answers()
     with open_on_gpu(target, "bfloat16", drafter=None, graphs=False) as plainly:

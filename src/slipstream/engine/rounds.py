@@ -1,15 +1,16 @@
-"""A decoding round on the device: draft, one target pass, verify, commit, over tensors that stay where they are.
+"""The captured step of the device, a round: draft, one target pass, verify, commit, over static tensors.
 
-Nothing here looks at a value, so on a GPU a round is captured once for its shape, unless a larger one stands in for it,
-and launched as two graphs from then on: the draft, and the rest. On the CPU, and where graphs are turned off, the same
-code runs as it stands, and gives the same tokens.
+A round never looks at a value. On a GPU it is therefore captured once for its shape and launched as two graphs from
+then on: the draft, and the rest. On a CPU, or with graphs turned off, the same code runs directly and gives the same
+tokens. Sizes of shapes come in buckets, and a captured round may do the work of a smaller shape (`StandIns`), so few
+rounds are captured.
 """
 
 from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple
@@ -38,15 +39,133 @@ from slipstream.sampling.rows import SampleRows
 from slipstream.sampling.table import Features, SamplingTable, is_stale
 from slipstream.verify.rejection import mixed_choices
 
-_COPIES = 3
-"""Host copies of a round's input, and of its result: more than there are rounds in the making."""
+_REQUESTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+_WIDTHS = (0, 16, MAX_NODES)
+"""Buckets of requests and of nodes; the buckets of rows are `plan.cost.SIZES`. Each combination is captured apart."""
+_DRAWN_WIDTHS = (0, 2, 4, 6, 8, 12, 16, 24, 32, 48, MAX_NODES)
+"""Buckets of nodes under rejection sampling, where each node costs work over the whole vocabulary."""
+_CROWD = 16
+"""Requests from which all contexts are rarely short: they have larger buckets of keys."""
+_CHEAP_ROWS = 16
+"""Rows up to which all passes take the same time: the tiles of products have this many."""
+_OFTEN = 32
+"""Uses of a larger round that cost about as much, in time lost, as capturing the right one."""
+_OF_LATE = 1024
+"""Uses of stand-ins after which earlier counts are halved."""
 _MOST = 512
-"""Captured rounds that are kept; those that were not used for longest are let go."""
+"""Captured rounds that are kept; the least recently used are dropped."""
+_COPIES = 3
+"""Host copies of a round's input and of its result: more than there are rounds in flight."""
+
+
+class RoundShape(NamedTuple):
+    """Everything that a captured round depends on, with sizes in buckets.
+
+    A tuple, because one is made and looked up in every step while the device waits.
+    """
+
+    requests: int
+    width: int  # most nodes of a request
+    rows: int
+    keys: int  # most keys that a row sees
+    is_tree: bool
+    features: Features
+    version: int  # of the sampling table's tensors
+    keeps_logits: bool  # log probabilities are read after it
+    tells_choices: bool = False  # a drafter reads the choice at every row
+    draws: bool = False  # a drafter reports the distributions that it draws from
+
+    @staticmethod
+    def of(
+        counts: Sequence[int],
+        longest: int,
+        *,
+        is_tree: bool,
+        features: Features,
+        version: int,
+        keeps_logits: bool,
+        tells_choices: bool = False,
+        draws: bool = False,
+        most_keys: int = 1 << 40,
+    ) -> RoundShape:
+        """The shape for requests with these numbers of nodes.
+
+        longest: most tokens of a request before the step. most_keys: the most that any row can see.
+        """
+        requests = _bucket(len(counts), _REQUESTS)
+        width = _bucket(max(counts), _DRAWN_WIDTHS if features.rejection else _WIDTHS)
+        rows = _bucket(len(counts) + sum(counts), SIZES)
+        keys = _keys(requests, longest + 1 + width, most_keys)
+        return RoundShape(requests, width, rows, keys, is_tree, features, version, keeps_logits, tells_choices, draws)
+
+    def does(self, other: RoundShape) -> bool:
+        """Whether a round of this shape can do the work of the other in nearly the same time.
+
+        It may have room for larger drafts, for trees instead of chains, and for up to twice the rows.
+        """
+        if self.features.rejection or not other.width or self.width < other.width or self.is_tree < other.is_tree:
+            return False
+        if not other.rows <= self.rows <= max(2 * other.rows, _CHEAP_ROWS):
+            return False
+        return other._replace(width=self.width, rows=self.rows, is_tree=self.is_tree) == self
+
+
+def request_sizes(most: int) -> Iterator[int]:
+    """The buckets of requests if at most `most` run at once."""
+    last = _REQUESTS[-1]
+    sizes = chain(_REQUESTS, range(2 * last, most + last, last))
+    return (size for size in sizes if size <= _bucket(most, _REQUESTS))
+
+
+def _keys(requests: int, seen: int, most: int) -> int:
+    keys = SPLIT_KEYS if requests < _CROWD else 4 * SPLIT_KEYS
+    while keys < seen:
+        keys *= 4
+    return min(keys, -(-most // SPLIT_KEYS) * SPLIT_KEYS)
+
+
+def _bucket(size: int, sizes: Sequence[int]) -> int:
+    """The smallest bucket that holds `size`; beyond the last, a multiple of it."""
+    last = sizes[-1]
+    return sizes[bisect_left(sizes, size)] if size <= last else -(-size // last) * last
+
+
+class StandIns:
+    """Chooses captured rounds to do the work of shapes that are not captured, until a shape has come often."""
+
+    def __init__(self) -> None:
+        self._came: dict[RoundShape, float] = {}  # uses by shape that is not captured
+        self._known: dict[RoundShape, RoundShape] = {}  # by shape: its last stand-in, which saves a search
+        self._times = 0
+
+    def of(self, shape: RoundShape, available: Collection[RoundShape]) -> RoundShape | None:
+        """The shape to use instead of this one; None: capture this one."""
+        came = self._came.get(shape, 0.0) + 1
+        other = self._known.get(shape) if came <= _OFTEN else None
+        if came <= _OFTEN and (other is None or other not in available):
+            fit = [other for other in available if other.does(shape)]
+            other = min(fit, key=lambda other: (other.rows, other.is_tree, other.width), default=None)
+        if other is None:
+            self._came.pop(shape, None)
+            return None
+        self._came[shape], self._known[shape] = came, other
+        self._times += 1
+        if self._times % _OF_LATE == 0:
+            self._fade(shape.version)
+        return other
+
+    def forget(self) -> None:
+        """Another shape was captured: search again, since it may do the work faster."""
+        self._known.clear()
+
+    def _fade(self, version: int) -> None:
+        halves = {shape: came / 2 for shape, came in self._came.items() if not is_stale(shape.version, version)}
+        self._came = {shape: came for shape, came in halves.items() if came >= 1}
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What every round works on."""
+    """The parts of an engine that all its rounds work on."""
 
     target: Runner
     cache: KVCache
@@ -62,11 +181,14 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class _Staging:
-    """A host copy of a round's input, and the memory in which it is filled in: a few numbers at a time, while the
-    device waits, for which tensors and arrays are slow."""
+    """A host copy of a round's input.
+
+    It is written through a `memoryview`, a few numbers at a time: tensors and arrays are slow at that, and the device
+    waits meanwhile.
+    """
 
     tensor: Tensor  # [4 B + 2 B K] int64
-    numbers: memoryview  # the same: lanes, nodes, who guesses on the device, room [4, B]; tokens, parents [2, B, K]
+    numbers: memoryview  # the same: lanes, nodes, bits of device drafters, room [4, B]; tokens, parents [2, B, K]
 
     @staticmethod
     def of(requests: int, chain: Sequence[int], *, pinned: bool) -> _Staging:
@@ -80,86 +202,89 @@ class _Staging:
 
 
 class Round:
-    """One shape's static tensors, and how to run a round on them."""
+    """The static tensors of one shape, and the operations of a step on them."""
 
     def __init__(self, shape: RoundShape, machine: Machine, drafters: Sequence[str], loops: DraftLoops) -> None:
         self.shape = shape
+        self.numbers = {name: number for number, name in enumerate(drafters, 1)}
+        """By device drafter: its bit in `owners`."""
+        self.makes_trees = loops.makes_trees
+        """The device drafters that make trees."""
         self._machine = machine
         self._loops = loops
-        self._numbers = {name: number for number, name in enumerate(drafters, 1)}
         b, k, device = shape.requests, shape.width, machine.device
         self._inputs = torch.zeros(4 * b + 2 * b * k, dtype=torch.int64, device=device)
         self.lanes, self._counts, self._guessed, room = self._inputs[: 4 * b].view(4, b).unbind(0)
         self._tokens, self._parents = self._inputs[4 * b :].view(2, b, k).unbind(0)  # [B, K]
         owners = torch.zeros((b, k if shape.is_tree else 0), dtype=torch.int64, device=device)
         self._union = Union(self._tokens, self._parents, self._counts, owners, room)
-        self._merges = False  # are guesses added to the drafts of the host, or to one another?
+        self._merges = False  # guesses of device drafters join trees of the host, or each other
         self._rows = PassRows.empty(b, k, shape.rows, tree=shape.is_tree, device=device)
         self._moves = PathMoves.empty(b, k, device) if shape.is_tree else None
-        self.told = VerdictTable.empty(b, k, device)
+        self.verdicts = VerdictTable.empty(b, k, device)
         self.logits: Tensor | None = None  # [N, V] of the last pass
-        self._q = loops.node_q(b, k) if k and shape.draws else None
-        pinned = device.type == "cuda"
-        self._chain = chain_parents(k)  # guesses made on the device are chains, unless they say otherwise
-        self._staging = [_Staging.of(b, self._chain, pinned=pinned) for _ in range(_COPIES)]
-        self._results = [
-            torch.zeros(self.told.table.shape, dtype=torch.int64, pin_memory=pinned) for _ in range(_COPIES)
-        ]
-        self._owners = [torch.zeros(owners.shape, dtype=torch.int64, pin_memory=pinned) for _ in range(_COPIES)]
         self._chosen: Tensor | None = None  # [N] of the last pass
-        self._choices = [
-            torch.zeros(shape.rows if shape.tells_choices else 0, dtype=torch.int64, pin_memory=pinned)
-            for _ in range(_COPIES)
-        ]
-        self._allowed: Tensor | None = None  # [N, W] int32: what grammars permit, where some request has one
+        self._q = loops.node_q(b, k) if k and shape.draws else None
+        self._allowed: Tensor | None = None  # [N, W] int32: masks of grammars
         if shape.features.grammar:
             words = mask_words(machine.sampling.vocab_size)
             self._allowed = torch.full((shape.rows, words), -1, dtype=torch.int32, device=device)
-        self._loaded: Any = None
-        self._sent = self._told = 0
+        pinned = device.type == "cuda"
+
+        def copies(*size: int) -> list[Tensor]:
+            return [torch.zeros(size, dtype=torch.int64, pin_memory=pinned) for _ in range(_COPIES)]
+
+        self._chain = chain_parents(k)  # the parents of a device drafter's guesses, unless it makes trees
+        self._staging = [_Staging.of(b, self._chain, pinned=pinned) for _ in range(_COPIES)]
+        self._results, self._owners = copies(*self.verdicts.table.shape), copies(*owners.shape)
+        self._choices = copies(shape.rows if shape.tells_choices else 0)
+        self._staged = self._copied = 0  # numbers of the staging and of the result in use
+        self._loaded: Any = None  # what was sent last
         self._verify_graph: Callable[[], None] | None = None
 
     def load(self, lanes: Sequence[int], trees: Sequence[Tree], shares: Sequence[Sequence[tuple[str, int]]]) -> None:
-        """Say who is in the round, what was guessed on the host, and how many nodes device drafters may add to it.
+        """Send the requests of the step: their lanes, their trees of the host, and the nodes of device drafters.
 
-        Nothing is sent where nothing changed.
+        shares: by request, the most nodes of each device drafter. Sends nothing if nothing changed.
         """
         wanted = (list(lanes), list(trees), list(shares))
         if wanted == self._loaded:
             return
         self._loaded = wanted
-        self._sent = (self._sent + 1) % _COPIES
-        staged, width, is_tree = self._staging[self._sent], self.shape.width, self.shape.is_tree
-        nobody = [0] * (self.shape.requests - len(lanes))
+        self._staged = (self._staged + 1) % _COPIES
+        staged, width, is_tree = self._staging[self._staged], self.shape.width, self.shape.is_tree
+        padding = [0] * (self.shape.requests - len(lanes))
         counts = [len(tree.tokens) for tree in trees]
         room = [count + sum([n for _, n in added]) for count, added in zip(counts, shares, strict=True)]
         self._merges = any(len(s) > 1 or (s and tree.tokens) for tree, s in zip(trees, shares, strict=True))
-        heads = [*lanes, *([self._machine.state.trash] * len(nobody)), *(counts if self._merges else room), *nobody]
-        if self._numbers:
-            heads += [sum([1 << self._numbers[name] for name, _ in added]) for added in shares] + nobody + room + nobody
+        heads = [*lanes, *([self._machine.state.trash] * len(padding)), *(counts if self._merges else room), *padding]
+        if self.numbers:
+            heads += (
+                [sum([1 << self.numbers[name] for name, _ in added]) for added in shares] + padding + room + padding
+            )
         staged.write(0, heads)
         begin, parents = 4 * self.shape.requests, width * self.shape.requests
         for tree in trees:
             if tree.tokens:
                 staged.write(begin, tree.tokens)
-            if is_tree:  # one without a tree may be guessed for on the device: a chain
+            if is_tree:  # also without a tree of the host: a device drafter may add a chain
                 staged.write(begin + parents, tree.parents + self._chain[len(tree.tokens) :])
             begin += width
         self._inputs.copy_(staged.tensor, non_blocking=True)
 
     def draft(self, drafts: Drafts, recent: int = RECENT) -> None:
-        """Let these device drafters guess. Raises `DraftFailed` if one of them cannot. recent: see `DraftRound`."""
+        """Run the device drafters. Raises `DraftFailed` if one raises. recent: as in `DraftRound`."""
         shape = self.shape
         features = replace(shape.features, grammar=False) if shape.features.grammar else shape.features
         loop = self._loops.of(LoopShape(shape.requests, shape.keys, features, shape.version, drafts, recent))
         loop.run(self.lanes)
         if self._merges:
-            self._loaded = None  # the drafts become others than were sent
+            self._loaded = None  # the input changes on the device
         if self._q is not None:
             self._q.clear()
         parts = zip(drafts, loop.guesses, loop.parents, loop.q, strict=True)
         for i, ((name, nodes, _), guesses, parents, q) in enumerate(parts):
-            number = self._numbers[name]
+            number = self.numbers[name]
             if self._merges:
                 merge_guesses(self._union, guesses, parents, self._guessed, number, nodes=nodes, first=i == 0)
                 if self._q is not None and q is not None and parents is None:
@@ -175,7 +300,7 @@ class Round:
                 self._q.take(q[:, :nodes], mine)
 
     def drafted(self, requests: int) -> list[Tree]:
-        """The drafts of these as they will be verified, read back: waits for what device drafters are at."""
+        """Read back the drafts of the first `requests` requests, after waiting for the device drafters."""
         b, k = self.shape.requests, self.shape.width
         read = self._inputs.cpu()
         counts = read[b : b + requests].tolist()
@@ -183,51 +308,33 @@ class Round:
         return [Tree(tuple(t[:n]), tuple(p[:n])) for n, t, p in zip(counts, tokens, parents, strict=True)]
 
     def allow(self, masks: Tensor) -> None:
-        """What the first rows may choose: masks [R, W] int32 on the device. The others belong to nobody."""
+        """Set the masks [R, W] int32, on the device, of the first rows. The rows after them are padding."""
         assert self._allowed is not None
         self._allowed[: masks.shape[0]].copy_(masks)
 
     def verify(self) -> None:
-        """The target pass, the verdict, and everything that follows from it on the device."""
+        """Run the target pass, choose, accept and commit."""
         (self._verify_graph or self._verify)()
 
     def result(self, requests: int) -> NDArray[np.int64]:
-        """A host copy of what these are told, under way: wait for the device before reading it."""
-        self._told = (self._told + 1) % _COPIES
-        result = self._results[self._told]
-        result.copy_(self.told.table, non_blocking=True)
-        return result.numpy()[:requests]
+        """A host copy of the first requests' verdicts, valid when the device has reached this point."""
+        self._copied = (self._copied + 1) % _COPIES
+        return _fetch(self.verdicts.table, self._results[self._copied])[:requests]
 
     def owners(self) -> NDArray[np.int64] | None:  # [B, K]
-        """A host copy, under way as the `result`: of each node, one bit for each device drafter (see `numbers`) that
-        proposed it, the lowest for the host's, 0 where there is no node. None: each draft has one author."""
-        if not self._merges:
-            return None
-        owners = self._owners[self._told]
-        owners.copy_(self._union.owners, non_blocking=True)
-        return owners.numpy()
+        """A host copy, valid with the `result` before it: for each node one bit for each drafter that proposed it.
 
-    @property
-    def numbers(self) -> Mapping[str, int]:
-        """Which bit of `owners` a device drafter has."""
-        return self._numbers
-
-    @property
-    def makes_trees(self) -> frozenset[str]:
-        """The device drafters that guess trees."""
-        return self._loops.makes_trees
+        Bit 0 is the host's, the others are in `numbers`; 0: there is no node. None: each draft has one author.
+        """
+        return _fetch(self._union.owners, self._owners[self._copied]) if self._merges else None
 
     def choices(self) -> NDArray[np.int64] | None:  # [N]
-        """A host copy of what was chosen at every row, under way as the `result` that was asked for before it."""
-        if self._chosen is None:
-            return None
-        choices = self._choices[self._told]
-        choices.copy_(self._chosen, non_blocking=True)
-        return choices.numpy()
+        """A host copy, valid with the `result` before it, of the choice at every row; None if no drafter reads it."""
+        return None if self._chosen is None else _fetch(self._chosen, self._choices[self._copied])
 
     def capture(self, pool: Any) -> None:
-        """Record what follows the draft as a graph."""
-        self.load([], [], [])  # it is run over nobody first
+        """Capture everything after the draft as a graph."""
+        self.load([], [], [])  # capturing runs it first, here without requests
         self._verify_graph = captured(self._verify, pool)
 
     @property
@@ -248,30 +355,30 @@ class Round:
             chosen = self._judged(chosen, logits, wanted, draft)
         if shape.tells_choices:
             self._chosen = chosen
-        accept(chosen, draft, rows, m.state, self.told, self._moves)
+        accept(chosen, draft, rows, m.state, self.verdicts, self._moves)
         if self._moves is not None:
             for planes in m.cache.planes:
                 compact(planes, self._moves.src, self._moves.dst)
-        m.sampling.commit(self.lanes, self.told.tokens, self.told.emitted, shape.features)
+        m.sampling.commit(self.lanes, self.verdicts.tokens, self.verdicts.emitted, shape.features)
 
     def _judged(self, chosen: Tensor, logits: Tensor, wanted: SampleRows, draft: Draft) -> Tensor:  # [N]
-        """The choices, with those of rejection sampling for the requests that asked for it."""
+        """The choices, replaced by those of rejection sampling for the requests that asked for it."""
         starts = self._rows.starts.long()
-        brings = (starts[1:] - starts[:-1])[:, None]  # [B, 1]: rows, 0 for a padding request
+        counts = (starts[1:] - starts[:-1])[:, None]  # [B, 1]: rows, 0 for a padding request
         reach = torch.arange(self.shape.width + 1, device=chosen.device)
-        row_of = torch.where(reach < brings, starts[:-1, None] + reach, 0)  # [B, K + 1]
+        row_of = torch.where(reach < counts, starts[:-1, None] + reach, 0)  # [B, K + 1]
         sampling, features, drawn = self._machine.sampling, self.shape.features, None
         if self._q is not None:
             draft = replace(draft, q=self._q.q)
-            drawn = self._q.drawn & (self._guessed != 0)[:, None]  # who has no device drafter has what was before
+            drawn = self._q.drawn & (self._guessed != 0)[:, None]  # without a device drafter it is stale
         found = mixed_choices(
             chosen[row_of], logits, wanted, row_of, draft, sampling, features, drawn, allowed=self._allowed
         )
-        nowhere = torch.where(reach < brings, row_of, chosen.shape[0])  # padding is written behind the last row
+        nowhere = torch.where(reach < counts, row_of, chosen.shape[0])  # padding is written after the last row
         return torch.cat((chosen, chosen[:1])).scatter(0, nowhere.flatten(), found.flatten())[:-1]
 
     def _paths(self) -> Tensor | None:  # [N, K]
-        """By which draft tokens each row is reached, where penalties or bad words want to know."""
+        """The draft tokens before each row, for penalties and bad words."""
         if not self.shape.width or not (self.shape.features.penalties or self.shape.features.bad_words):
             return None
         rows = self._rows
@@ -284,8 +391,14 @@ class Round:
         return torch.where(inside & (rows.requests >= 0)[:, None], self._tokens[request], -1)
 
 
+def _fetch(tensor: Tensor, copy: Tensor) -> NDArray[np.int64]:
+    """Copy a tensor to the host without waiting."""
+    copy.copy_(tensor, non_blocking=True)
+    return copy.numpy()
+
+
 class Rounds:
-    """The rounds of an engine by shape, captured when a shape first comes, unless another stands in for it."""
+    """The rounds of an engine by shape, each made when its shape first comes, unless another stands in for it."""
 
     def __init__(
         self,
@@ -296,7 +409,7 @@ class Rounds:
         progress: Progress | None = None,
         unrecorded: dict[str, int] | None = None,
     ) -> None:
-        """unrecorded: counts, by drafter, what of its guesses could not be captured."""
+        """unrecorded: counts, by drafter, the draft loops that could not be captured."""
         self._machine = machine
         self._drafters = tuple(drafters)
         self._graphs = graphs and has_kernels(machine.device)
@@ -314,16 +427,18 @@ class Rounds:
 
     @property
     def pool(self) -> Any:
-        """The memory that all graphs share; None where nothing is captured."""
+        """The memory that all graphs share; None if nothing is captured."""
         return self._pool if self._graphs else None
 
     def __len__(self) -> int:
-        """How many were made so far, those included that were let go, and the loops that draft for them."""
+        """The number of rounds and draft loops that were ever made."""
         return self._made
 
     def of(self, shape: RoundShape, *, exactly: bool = False) -> Round:
-        """A round that does what is wanted: of this shape, or of a larger one (see its own). exactly: of no larger one,
-        which takes time where it is not there."""
+        """A round of this shape, or a larger one that does its work (the round's own `shape` tells).
+
+        exactly: only this shape, even if it must be captured first.
+        """
         if self._latest is not None and self._latest.shape == shape:
             return self._latest
         if self._stand_ins is not None and self._graphs and not exactly and shape not in self._rounds:
@@ -331,22 +446,19 @@ class Rounds:
         found = self._rounds.pop(shape, None)
         if found is None:
             found = self._make(shape)
-        self._rounds[shape] = self._latest = found  # the last is the one used last
+        self._rounds[shape] = self._latest = found  # the dictionary is ordered by last use
         return found
 
     def let_stand_in(self) -> None:
-        """From now on captured rounds do the work of smaller ones that are not, as long as these come seldom."""
+        """From now on captured rounds do the work of smaller shapes that come seldom, instead of capturing these."""
         self._stand_ins = StandIns()
 
     def draft_loop(self, shape: LoopShape) -> DraftLoop:
-        """What device drafters do in a round, by itself."""
+        """The device drafters' part of a round."""
         return self._loops.of(shape)
 
     def capture_again(self) -> bool:
-        """What could not be captured may have been larger than what comes: try the next ones all the same.
-
-        Says whether there was something that could not.
-        """
+        """Capture again after a failure, since later rounds may be smaller. Returns whether there was a failure."""
         failed = self._pool is not None and not self._graphs
         if failed:
             self._graphs, self._latest = True, None
@@ -359,14 +471,14 @@ class Rounds:
             self._say(f"capturing a round of {shape.requests} requests, {shape.rows} rows")
             try:
                 found.capture(self._pool)
-            except Exception as error:  # a model that looks at values on the host, or no memory left for a graph
+            except Exception as error:  # the model reads values on the host, or memory is full
                 self._say(f"a round could not be captured, so none is ({type(error).__name__}: {error})")
                 self._graphs = False
                 found = self._make(shape)
         kept = [(s, r) for s, r in self._rounds.items() if not is_stale(s.version, shape.version)]
         self._rounds = dict(kept[1 - _MOST :])
         if self._stand_ins is not None:
-            self._stand_ins.forget()  # the new one may do better
+            self._stand_ins.forget()  # the new one may do their work faster
         self._note()
         return found
 
@@ -376,123 +488,3 @@ class Rounds:
     def _say(self, text: str) -> None:
         if self._progress is not None:
             self._progress(text)
-
-
-_REQUESTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-_WIDTHS = (0, 16, MAX_NODES)
-"""Sizes that rounds come in; the rows are `plan.cost.SIZES`. Few: each combination is captured by itself."""
-_DRAWN_WIDTHS = (0, 2, 4, 6, 8, 12, 16, 24, 32, 48, MAX_NODES)
-"""… of rejection sampling, which looks at the whole vocabulary for every node that there might be."""
-_CROWD = 16
-"""So many requests rarely all have short contexts: they share the next larger size."""
-_CHEAP_ROWS = 16
-"""A pass of so many rows takes no longer than one of fewer: products have tiles of as many."""
-
-
-class RoundShape(NamedTuple):
-    """What a captured round depends on. Sizes come in buckets, so that there are few of them.
-
-    A tuple, because one is made and looked up every round while the device waits.
-    """
-
-    requests: int
-    width: int  # nodes of a request at most
-    rows: int
-    keys: int  # keys that a row sees at most
-    is_tree: bool
-    features: Features
-    version: int  # of the sampling table's tensors
-    keeps_logits: bool  # somebody reads them afterwards
-    tells_choices: bool = False  # … or what was chosen at every row
-    draws: bool = False  # a drafter of the round tells what it draws from
-
-    @staticmethod
-    def of(
-        counts: Sequence[int],
-        longest: int,
-        *,
-        is_tree: bool,
-        features: Features,
-        version: int,
-        keeps_logits: bool,
-        tells_choices: bool = False,
-        draws: bool = False,
-        most_keys: int = 1 << 40,
-    ) -> RoundShape:
-        """For requests with so many nodes each; none has more than `longest` tokens before the round.
-
-        most_keys: no row of any round sees more.
-        """
-        requests = _bucket(len(counts), _REQUESTS)
-        width = _bucket(max(counts), _DRAWN_WIDTHS if features.rejection else _WIDTHS)
-        rows = _bucket(len(counts) + sum(counts), SIZES)
-        keys = _keys(requests, longest + 1 + width, most_keys)
-        return RoundShape(requests, width, rows, keys, is_tree, features, version, keeps_logits, tells_choices, draws)
-
-    def does(self, other: RoundShape) -> bool:
-        """Does a round of this shape what one of the other would, and nearly as soon? It may have room for larger
-        drafts, for trees where there are chains, and for twice as many rows."""
-        if self.features.rejection or not other.width or self.width < other.width or self.is_tree < other.is_tree:
-            return False
-        if not other.rows <= self.rows <= max(2 * other.rows, _CHEAP_ROWS):
-            return False
-        return other._replace(width=self.width, rows=self.rows, is_tree=self.is_tree) == self
-
-
-def crowds(most: int) -> Iterator[int]:
-    """The numbers of requests that rounds come in, where so many may run at once."""
-    last = _REQUESTS[-1]
-    sizes = chain(_REQUESTS, range(2 * last, most + last, last))
-    return (size for size in sizes if size <= _bucket(most, _REQUESTS))
-
-
-def _keys(requests: int, seen: int, most: int) -> int:
-    keys = SPLIT_KEYS if requests < _CROWD else 4 * SPLIT_KEYS
-    while keys < seen:
-        keys *= 4
-    return min(keys, -(-most // SPLIT_KEYS) * SPLIT_KEYS)
-
-
-def _bucket(size: int, sizes: Sequence[int]) -> int:
-    """The next larger size; beyond the last, a multiple of it."""
-    last = sizes[-1]
-    return sizes[bisect_left(sizes, size)] if size <= last else -(-size // last) * last
-
-
-_OFTEN = 32
-"""What a larger round costs more, so many times, is about what it takes to record the right one."""
-_OF_LATE = 1024
-"""Stand-ins after which what came before counts half."""
-
-
-class StandIns:
-    """Counts shapes that come without being recorded."""
-
-    def __init__(self) -> None:
-        self._came: dict[RoundShape, float] = {}
-        self._known: dict[RoundShape, RoundShape] = {}  # who stood in for whom: a round must not be looked for long
-        self._times = 0
-
-    def of(self, shape: RoundShape, recorded: Collection[RoundShape]) -> RoundShape | None:
-        """The shape that is to do this one's work this time; None: this one is to be recorded."""
-        came = self._came.get(shape, 0.0) + 1
-        other = self._known.get(shape) if came <= _OFTEN else None
-        if came <= _OFTEN and (other is None or other not in recorded):
-            fit = [other for other in recorded if other.does(shape)]
-            other = min(fit, key=lambda other: (other.rows, other.is_tree, other.width), default=None)
-        if other is None:
-            self._came.pop(shape, None)
-            return None
-        self._came[shape], self._known[shape] = came, other
-        self._times += 1
-        if self._times % _OF_LATE == 0:
-            self._fade(shape.version)
-        return other
-
-    def forget(self) -> None:
-        """Who stood in for whom: another shape was recorded, which may do it better."""
-        self._known.clear()
-
-    def _fade(self, version: int) -> None:
-        halves = {shape: came / 2 for shape, came in self._came.items() if not is_stale(shape.version, version)}
-        self._came = {shape: came for shape, came in halves.items() if came >= 1}

@@ -18,7 +18,7 @@ import torch
 from slipstream.core.draft import MAX_NODES
 from slipstream.engine.queued import QueuedBackend
 from slipstream.engine.rehearsal import most_context, rehearse, usual_shape
-from slipstream.engine.rounds import Rounds, RoundShape, crowds
+from slipstream.engine.rounds import Rounds, RoundShape, request_sizes
 from slipstream.engine.step import Engine
 from slipstream.kernels.gpu.jit import room_for
 from slipstream.models.gpu import WIDE_SIZES
@@ -47,7 +47,7 @@ def likely_shapes(engine: Engine) -> Iterator[RoundShape]:
 
 def _all_likely(engine: Engine) -> Iterator[RoundShape]:
     most, most_rows, guesses = engine.config.max_num_seqs, engine.config.draft_rows, bool(engine.drafting.drafters)
-    for context, features, (fewer, crowd) in product(_CONTEXTS, _FEATURES, pairwise([0, *crowds(most)])):
+    for context, features, (fewer, crowd) in product(_CONTEXTS, _FEATURES, pairwise([0, *request_sizes(most)])):
         requests = min(crowd, most)
         for count in (fewer + 1, requests):
             yield (plain := usual_shape(engine, [0] * count, context, features))
@@ -56,7 +56,7 @@ def _all_likely(engine: Engine) -> Iterator[RoundShape]:
         for rows in _ladder(min(requests * (1 + MAX_NODES), most_rows)) if guesses else ():
             if rows > fewer:
                 yield plain._replace(width=MAX_NODES, rows=rows, is_tree=True)
-    rooms = {room_for(requests): min(requests, most) for requests in crowds(most)}
+    rooms = {room_for(requests): min(requests, most) for requests in request_sizes(most)}
     for requests, (nodes, is_tree) in product(rooms.values(), _KINDS if guesses else ()):
         if requests + nodes <= most_rows:
             yield usual_shape(engine, [nodes] + [0] * (requests - 1), 1, _FEATURES[0], is_tree=is_tree)

@@ -237,7 +237,7 @@ class Bulk:
         collected = self._collected[self._turn][:, : run.shape.requests]
         for turn in range(ROUNDS):
             run.verify()
-            collected[turn].copy_(run.told.tokens[:, 0])
+            collected[turn].copy_(run.verdicts.tokens[:, 0])
         tokens = fetched(collected.contiguous())
         done = None
         if collected.is_cuda:
