@@ -63,10 +63,8 @@ def pack(decodes: Sequence[Answer], chunks: Sequence[Chunk], draft: Draft, *, pa
 
     decode_rows = starts[len(decodes)]
     chunk_last = [start + chunk.rows - 1 for start, chunk in completing]
-    is_tree = () if draft.is_chain else (True,) * len(decodes)
-    masks = None
-    if is_tree:
-        masks = torch.cat((tree.ancestors[valid], tensor([0] * (starts[-1] - decode_rows))))
+    is_tree = bool(decodes) and not draft.is_chain
+    masks = torch.cat((tree.ancestors[valid], tensor([0] * (starts[-1] - decode_rows)))) if is_tree else None
     logit_rows = tensor([*range(decode_rows), *chunk_last])
     batch = PassBatch(
         input_ids=torch.cat((decode_ids, chunk_ids)),
@@ -75,7 +73,7 @@ def pack(decodes: Sequence[Answer], chunks: Sequence[Chunk], draft: Draft, *, pa
         row_starts=tuple(starts),
         prefix_lengths=tuple(answer.cached for answer, _ in parts),
         pages=tuple(_table(answer).pages for answer, _ in parts),
-        is_tree=is_tree + (False,) * (len(parts) - len(is_tree)),
+        is_tree=(is_tree,) * len(decodes) + (False,) * len(chunks),
         masks=masks,
         logit_rows=logit_rows,
         wide=False,  # it has decodes, or chunks cut to the room beside them

@@ -259,9 +259,8 @@ class Round:
         self._merges = any(len(s) > 1 or (s and tree.tokens) for tree, s in zip(trees, shares, strict=True))
         heads = [*lanes, *([self._machine.state.trash] * len(padding)), *(counts if self._merges else room), *padding]
         if self.numbers:
-            heads += (
-                [sum([1 << self.numbers[name] for name, _ in added]) for added in shares] + padding + room + padding
-            )
+            bits = [sum([1 << self.numbers[name] for name, _ in added]) for added in shares]
+            heads += [*bits, *padding, *room, *padding]
         staged.write(0, heads)
         begin, parents = 4 * self.shape.requests, width * self.shape.requests
         for tree in trees:
