@@ -419,7 +419,7 @@ class Rounds:
         self._rounds: dict[RoundShape, Round] = {}
         self._stand_ins: StandIns | None = None
         self._latest: Round | None = None
-        self._progress = progress
+        self._say = progress or (lambda _: None)
         self._made = 0
         vocab_size = machine.sampling.vocab_size
         self._loops = DraftLoops(machine.state, drafters, self._pool, self._note, vocab_size, unrecorded, self._say)
@@ -483,7 +483,3 @@ class Rounds:
 
     def _note(self) -> None:
         self._made += 1
-
-    def _say(self, text: str) -> None:
-        if self._progress is not None:
-            self._progress(text)
