@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import re
 import shlex
 import shutil
@@ -155,6 +156,27 @@ def test_links_and_named_files_exist(page: Path) -> None:
     for name in _SOURCE.findall(text):
         if (name.partition("/")[0]) != "path":
             assert (ROOT / name).exists() or (ROOT / "src" / "slipstream" / name).exists(), name
+
+
+_NAMED = re.compile(r"`((?:\w+/)+\w+\.py):([\w.]+)`")
+
+
+def test_functions_that_the_architecture_names_exist() -> None:
+    """In the form `file.py:Class.method`, below src/slipstream."""
+    named = _NAMED.findall((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"))
+    assert len(named) > 30
+    for file, name in named:
+        place: ast.AST = ast.parse((ROOT / "src" / "slipstream" / file).read_text(encoding="utf-8"))
+        for part in name.split("."):
+            found = [one for one in ast.iter_child_nodes(place) if part in _defined(one)]
+            assert found, f"{file}:{name}"
+            place = found[0]
+
+
+def _defined(node: ast.AST) -> list[str]:
+    """The names that a statement defines."""
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    return [getattr(node, "name", ""), *[one.id for one in targets if isinstance(one, ast.Name)]]
 
 
 def _anchors(page: Path) -> set[str]:
