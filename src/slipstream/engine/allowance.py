@@ -18,9 +18,9 @@ LONGEST_S = {"cpu": 0.22, "cuda": 0.04}
 """Most seconds of prompts in a step beside streams. With the decoding itself, tokens are 0.3 s and 50 ms apart."""
 SETTLED_S = 0.5
 """Requests of one burst arrive within this time."""
-_NEWER, _OLDER = 0.5, 0.7
-"""The part of the time that prompts get beside streams that are older than they, and beside younger ones. A step that
-reads also brings each stream a token, so at 0.5 streams keep more than half of their speed."""
+_NEWER, _OLDER = 0.47, 0.7
+"""The part of the time that prompts get beside streams that are older than they, and beside younger ones. At 0.5 a
+stream would lose a little more than half of its speed, and at 0.42 a prompt would take 2.4 times its time alone."""
 _FADE = 0.8
 """Weight of earlier measurements at each new one: the machine may be busy only for a while."""
 _OUTLIER = 3.0
