@@ -172,7 +172,7 @@ def test_few_rows(
 @pytest.mark.parametrize(
     ("window", "softcap", "with_sinks"), [(None, None, False), (9, None, False), (9, 2.0, False), (None, None, True)]
 )
-@pytest.mark.parametrize("rows", [63, 64, 65, 130])
+@pytest.mark.parametrize("rows", [63, 64, 65, 300])
 def test_many_rows(rows: int, window: int | None, softcap: float | None, with_sinks: bool, scattered: bool) -> None:
     """On both sides of where another kernel takes over, with a small request on either side."""
     batch = [Request(5, 1, None), Request(13, rows, None), Request(3, 4, (-1, 0, 0, 2))]

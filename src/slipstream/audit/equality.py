@@ -26,7 +26,7 @@ from slipstream.audit.stage import (
     with_seeds,
 )
 from slipstream.core.errors import RequestError
-from slipstream.core.outputs import CompletionOutput, parting
+from slipstream.core.outputs import CompletionOutput, RequestOutput, parting
 from slipstream.core.params import MAX_LOGPROBS
 
 
@@ -111,7 +111,10 @@ class Equality(Stage):
         before = [*prompt.token_ids, *plain.token_ids[:at]]
         logits = state.fresh.logits(before, [len(before) - 1])[0]
         expected, got = plain.token_ids[at], one.answer.token_ids[at]
-        margin = Row.of(logits, one.params, len(before)).margin(expected, got)
+        (asked,) = state.llm._intake.job(prompt.token_ids, replace(one.params, n=1), _ignore, streaming=False).answers
+        said = plain.token_ids[:at]
+        row = Row.of(logits, one.params, prompt.token_ids, said, sorted(asked.end_ids), asked.bad_words)
+        margin = row.margin(expected, got)
         allowed = 2 * state.rounding.of_row(logits)
         explained = margin <= allowed
         return Finding(
@@ -199,3 +202,7 @@ class Cache(Stage):
                 why = "The log probabilities over the continued cache are not those of a fresh pass."
                 token = state.token(answer.token_ids[at])
                 self._strays.append(Finding(Outcome.BUG, prompt.id, why, at, token, None, error, allowed))
+
+
+def _ignore(output: RequestOutput) -> None:
+    """The sink of a job that never runs."""

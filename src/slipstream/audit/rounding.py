@@ -15,6 +15,7 @@ Measured on the default model, our passes against transformers': 1/5 of the boun
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from slipstream.core.params import SamplingParams
 from slipstream.sampling import SampleRows, SamplingTable
+from slipstream.sampling.adjust import adjusted
 from slipstream.sampling.noise import gumbel_of_hashes
 
 if TYPE_CHECKING:
@@ -82,23 +84,34 @@ class _Limits:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One sampling decision: the model's logits, the noise and the parameters."""
+    """One sampling decision: the logits after penalties, bias and masks, the noise and the parameters."""
 
     logits: Tensor  # [V] fp64
     noise: Tensor  # [V] fp64, 0 for greedy requests
     params: SamplingParams
 
     @staticmethod
-    def of(logits: Tensor, params: SamplingParams, position: int) -> Row:
-        """position: of the token being chosen. Parameters that are not greedy must have a seed."""
-        logits = logits.double().cpu()
-        if params.greedy:
-            return Row(logits, torch.zeros_like(logits), params)
+    def of(
+        logits: Tensor,
+        params: SamplingParams,
+        prompt: Sequence[int],
+        output: Sequence[int] = (),
+        end_ids: Sequence[int] = (),
+        bad_words: Sequence[Sequence[int]] = (),
+    ) -> Row:
+        """The choice of the token after `output`, by the model's logits. Must have a seed unless it is greedy.
+
+        end_ids, bad_words: as in `SamplingTable.add`.
+        """
         table = SamplingTable(1, logits.shape[0])
-        table.add(0, params, seed=params.seed or 0)
-        one = torch.zeros(1, dtype=torch.int64)
-        keys = table.noise_keys(SampleRows(one, one + position, one))
-        return Row(logits, gumbel_of_hashes(keys, table.token_hashes)[0].double(), params)
+        words = {"end_ids": end_ids, "bad_words": bad_words}
+        table.add(0, params, seed=params.seed or 0, prompt=prompt, output=output, **words)
+        slot = torch.zeros(1, dtype=torch.int64)
+        rows = SampleRows(slot, slot + len(prompt) + len(output), slot + len(output))
+        own = adjusted(logits[None].cpu(), rows, table, table.features([0]))[0].double()
+        if params.greedy:
+            return Row(own, torch.zeros_like(own), params)
+        return Row(own, gumbel_of_hashes(table.noise_keys(rows), table.token_hashes)[0].double(), params)
 
     def margin(self, *tokens: int) -> float:
         """Twice the smallest error of the logits with which each of these tokens could be the choice.

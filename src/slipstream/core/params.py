@@ -3,8 +3,8 @@
 Each only changes the target's probabilities or where the answer ends, so the verifier has no special case for any
 of them (`docs/exactness.md`). Names and meanings follow vLLM's `SamplingParams` where it has them.
 
-A number or switch is declared once, by `setting` in `SamplingParams` (`core/settings.py`). What it does to the
-probabilities stands in two more files: its column in `sampling/table.py`, its rule in `sampling/adjust.py`.
+A number or switch is declared once, by `setting` in `SamplingParams` (`core/settings.py`); its option and HTTP field
+are derived. `sampling/table.py` says where its effect goes.
 """
 
 from __future__ import annotations

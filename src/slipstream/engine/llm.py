@@ -290,7 +290,7 @@ class LLM:
         return arrival
 
     def abort(self, request_id: str) -> None:
-        """End a request after the step in flight, with the finish reason "abort". Unknown ids are ignored."""
+        """End a request between two steps, with the finish reason "abort". Unknown ids are ignored."""
         self._loop.abort(request_id)
 
     def snapshot(self) -> Snapshot:

@@ -77,7 +77,7 @@ class EngineLoop:
         self._post(start, jobs)
 
     def abort(self, job_id: str) -> None:
-        """End the job with this id after the step in flight. Does not wait."""
+        """End the job with this id between two steps. Does not wait."""
         self._post_unless_closed(lambda: self.engine.abort(job_id))
 
     def drop(self, job: Job) -> None:

@@ -1,4 +1,8 @@
-"""The reason, by drafter, why an answer was drafted for or not: recorded in each step, put into words at its end."""
+"""The reason, by drafter, why an answer was drafted for or not: recorded in each step, put into words at its end.
+
+The words come from `NodeCaps.why_none` (limits), `DraftRoom` (the cache), `Decision.text` (the planner), the guard of a
+host drafter (failures), and this file (the rest).
+"""
 
 from __future__ import annotations
 

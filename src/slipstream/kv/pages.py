@@ -1,7 +1,8 @@
 """The owners of cache pages, and the committed length of each request.
 
 Drafts live in the cache as guests: a step writes their rows behind the committed length, `PageTable.commit` advances
-the length over the accepted ones, and rollback is not advancing it. Nothing else in the program changes lengths. Any
+the length over the accepted ones, and rollback is not advancing it. Nothing else on the host changes lengths; on a
+GPU the kernel `accept` advances the device's copy. Any
 number of caches (the target's, a drafter's own) share the same table, so this file knows no tensors.
 """
 

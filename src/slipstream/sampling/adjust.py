@@ -1,6 +1,7 @@
 """What changes the logits before the rule of sampling sees them: penalties, bias and forbidden tokens.
 
-A new setting of this kind is one function here, called by `adjusted`. Everything downstream (the rule, its GPU kernels,
+A new setting of this kind is one function here, called by `adjusted`. It must give a row the same bits whatever other
+rows are in the pass. Everything downstream (the rule, its GPU kernels,
 drafters and rejection sampling) takes the logits as they are after it. Rows of requests that ask for nothing stay the
 same, bit for bit. A row deep in a draft is judged as if its path had been emitted: plain decoding would have found that
 there, so speculation is no special case.

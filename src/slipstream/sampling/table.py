@@ -4,7 +4,10 @@ A pass mixes requests with different parameters. Each row of logits finds those 
 rule serves all. The host knows which `Features` are in use, and unused work is skipped. State that depends on the
 tokens so far (penalty counts, the tail that bad words are matched against) is here, too; `commit` updates it.
 
-A new setting is a row of `_COLUMNS`, and a field of `Features` if its rule should be skipped where it is off.
+A new setting of a request is declared in `SamplingParams` (`core/params.py`), from which its option and HTTP field
+follow. Here it is a row of `_COLUMNS`, and a field of `Features` (with a line of `Features.of`) that lets its rule be
+skipped. The rule is a function of `adjust.py` if it comes before temperature (then `Features.adjusts` names it), else of
+`filters.py`, whose GPU form is in `fused.py`; `audit/rounding.py` has to know a new filter too.
 """
 
 from __future__ import annotations
