@@ -18,6 +18,7 @@ from slipstream.engine.flight import StepTimes
 from slipstream.engine.queued import Marks
 from slipstream.engine.rounds import Round
 from slipstream.models.batch import fetched
+from slipstream.models.graphs import recorded
 from slipstream.plan.planner import Planner
 from slipstream.plan.types import StepSeen
 
@@ -129,15 +130,18 @@ class TestTimes:
         assert {(times.verify, times.read) for times in plain} == {(10, 0)}
         assert {times.draft for times in plain[:-2]} == {5 if drafter else 0}
 
-    def test_the_device_waits_for_host_drafters(self, bench: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_device_waits_for_host_drafters(
+        self, bench: Queue, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         seen: list[StepSeen] = []
+        monkeypatch.setattr(Letters, "observe", clock.taking(3, Letters.observe))
         monkeypatch.setattr(Planner, "observe_step", lambda _, step: seen.append(step))
         self.steps(bench, "letters+echo")
         waited = [step for step in seen if step.waited]
         assert len(waited) > 3
         assert {step.waited for step in waited} == {("letters",)}
-        # the draft is queued while this clock stands still for nothing else
-        assert {step.wait_s for step in waited} == {7.0}
+        # it is told of the last step, guesses, and its guesses are brought to the device's draft, which takes 5 s here
+        assert {step.wait_s for step in waited} == {3 + 2 + 5.0}
 
     def test_the_planner_sees_steps_without_the_prompts_beside_them(
         self, bench: Queue, monkeypatch: pytest.MonkeyPatch
@@ -153,6 +157,32 @@ class TestTimes:
         bench.queued._marks.rest()  # it keeps the last one, from which the next step would be timed
         assert sorted(map(id, bench.queued._marks._free)) == sorted(map(id, clock.events))
         assert len(clock.events) < 16
+
+
+def test_a_step_that_captured_while_a_drafter_caught_up_is_not_typical(
+    tiny_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Queue(tiny_target, Echo())
+    told: list[str] = []
+    monkeypatch.setattr(Planner, "observe_catch_up", lambda _, drafter, requests, seconds: told.append(drafter))
+    monkeypatch.setattr(Planner, "observe_step", lambda _, step: told.append("step"))
+    monkeypatch.setattr(recorded, "seconds", recorded.seconds)
+    drafting = bench.engine.drafting
+
+    def catch_up(lagging: Any) -> None:
+        recorded.seconds += 5
+
+    bench.add([1, 2, 3], PARAMS)
+    for _ in range(3):
+        bench.engine.step()
+    monkeypatch.setattr(drafting.following, "lagging", lambda answers, plan: {"echo": list(answers)})
+    monkeypatch.setattr(drafting, "catch_up", catch_up)
+    bench.engine.step()
+    monkeypatch.undo()
+    assert bench.flights[-1].is_new
+    assert not bench.flights[-1].steady
+    assert "echo" not in told
+    bench.drain()
 
 
 def test_results_are_copied_before_the_mark_that_is_waited_for(

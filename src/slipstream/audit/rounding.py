@@ -104,8 +104,8 @@ class Row:
         end_ids, bad_words: as in `SamplingTable.add`.
         """
         table = SamplingTable(1, logits.shape[0])
-        words = {"end_ids": end_ids, "bad_words": bad_words}
-        table.add(0, params, seed=params.seed or 0, prompt=prompt, output=output, **words)
+        seed = params.seed or 0
+        table.add(0, params, seed=seed, prompt=prompt, output=output, end_ids=end_ids, bad_words=bad_words)
         slot = torch.zeros(1, dtype=torch.int64)
         rows = SampleRows(slot, slot + len(prompt) + len(output), slot + len(output))
         own = adjusted(logits[None].cpu(), rows, table, table.features([0]))[0].double()

@@ -78,8 +78,8 @@ class Backend(ABC):
 
     @abstractmethod
     def times(self, flight: Flight, lasted_s: float) -> StepTimes:
-        """What the step took. Called once for each flight, in order. lasted_s: by the host's clock, since the delivery
-        of the step before it."""
+        """What the step took. Called once for each flight, in order. lasted_s: by the host's clock, since the result of
+        the step before it was there, or work began after a pause."""
 
     def observe(self, answer: Answer, verdict: Verdict) -> None:  # noqa: B027
         """An answer's verdict was read, and its tokens are committed."""

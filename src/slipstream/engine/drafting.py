@@ -80,6 +80,7 @@ class Drafting:
         self.enabled = True  # False: no drafts for any request until it is True again
         self.caution = ""  # a warning about the model, for the `why` of every answer
         self.traits = {name: Traits.of(drafter) for name, drafter in drafters.items()}
+        self._device_names = frozenset(name for name, traits in self.traits.items() if traits.on_device)
         self._reading = frozenset(name for name, traits in self.traits.items() if traits.reads_choices)
         self.totals = {name: DrafterStats() for name in drafters}
         self.undrafted = dict.fromkeys(get_args(Undrafted), 0)  # by reason: requests without a drafter's guesses
@@ -231,7 +232,7 @@ class Drafting:
         groups: dict[str, list[int]] = {}
         for i, answer in enumerate(decodes):
             for name in answer.drafters:
-                is_known = not answer.queued or self.traits[name].on_device  # the host continues whole texts only
+                is_known = not answer.queued or name in self._device_names  # the host continues whole texts only
                 if is_known and name not in answer.refused and name not in self._resting:
                     groups.setdefault(name, []).append(i)
         return sorted(groups.items(), key=lambda group: self.traits[group[0]].turn)
@@ -355,7 +356,9 @@ class Drafting:
                     reached = min(share.drafted, grown.get(name, share.drafted))
                     tree = TreeSeen(share.drafted, share.path) if self.traits[name].levels else None
                     self.planner.observe(name, answer.id, reached, share.accepted, tree)
-                theirs, parts = told.setdefault(name, ([], []))
+                if name not in told:
+                    told[name] = ([], [])
+                theirs, parts = told[name]
                 theirs.append(answer)
                 parts.append(share)
         for name, (theirs, parts) in told.items():

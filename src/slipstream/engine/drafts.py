@@ -156,7 +156,7 @@ class Gathered:
 
 @dataclass(frozen=True, slots=True)
 class Guesses:
-    """What a device drafter gave in an eager round: a row of the draft for each of these requests. None: it failed."""
+    """The guesses of a device drafter at depth 0: a row of the draft for each of these requests. None: it failed."""
 
     requests: Sequence[int]
     draft: Draft | None

@@ -76,7 +76,9 @@ class Following:
 
     def lags(self, name: str, answers: Sequence[Answer], requests: int) -> list[str]:
         """The ids of the answers that a drafter would lag behind in a step of this many requests."""
-        return [answer.id for answer in answers if name in answer.behind and self._lags(answer, name, requests)]
+        behind = [answer for answer in answers if name in answer.behind]
+        reaches = self._drafters[name].reaches(requests) if behind else 0
+        return [answer.id for answer in behind if _most_tokens(answer) - answer.behind[name] > reaches]
 
     def recent(self, answers: Sequence[Answer], drafts: Drafts) -> int:
         """The most last tokens of an answer that drafts must read again. Answers that a drafter lags behind are left

@@ -59,11 +59,7 @@ class Lanes:
         """Put requests without an owner, with these pages, in the first lanes, until `clear`."""
         for lane, own in enumerate(pages):
             self.state.pages[lane, : len(own)] = torch.tensor(own, dtype=torch.int32, device=self._device)
-        self.rewind(len(pages), length)
-
-    def rewind(self, lanes: int, length: int) -> None:
-        """Reset the requests in the first lanes to this length."""
-        self.state.length[:lanes] = length
+        self.state.length[: len(pages)] = length
 
     def clear(self, lanes: int) -> None:
         """Reset the first lanes to those of no request."""

@@ -205,6 +205,7 @@ class QueuedBackend(Backend):
         self._chunks = self.chunk_rule(target, config)
         self._crowd = _Crowd([], Features(), reads_logits=False)
         self._marks = Marks(has_clock=target.device.type == "cuda")
+        self._captured = self._captures()
         parts.drafting.planner.pad_passes()
 
     @staticmethod
@@ -221,6 +222,11 @@ class QueuedBackend(Backend):
 
     def rest(self) -> None:
         self._marks.rest()
+        self._captured = self._captures()
+
+    def _captures(self) -> tuple[int, float]:
+        """Changes if something is captured or compiled."""
+        return len(self.rounds), recorded.seconds
 
     def recover(self) -> None:
         self.rest()
@@ -240,7 +246,6 @@ class QueuedBackend(Backend):
         waiting_since: float | None,
     ) -> QueuedFlight:
         drafting, decodes = self._parts.drafting, batch.decodes
-        known = len(self.rounds), recorded.seconds
         members: list[Member] = []
         told = chosen = owners = decoding = None
         if plan is None:
@@ -261,7 +266,8 @@ class QueuedBackend(Backend):
             if (reading := self._read_prompts(batch.chunks, members)) is not None:
                 first, first_logits = fetched(reading.chosen), reading.logits
             read = self._marks.put()  # behind every copy to the host: `wait` waits for this mark
-        is_new = (len(self.rounds), recorded.seconds) != known
+        before, self._captured = self._captured, self._captures()
+        is_new = self._captured != before  # since the last launch: also while it was planned or caught up on
         return QueuedFlight(
             members=tuple(members),
             decodes=len(decodes),

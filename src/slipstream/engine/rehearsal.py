@@ -109,10 +109,9 @@ class _Queued(Rehearsal):
     def __init__(self, engine: Engine, tables: Sequence[PageTable], context: int, backend: QueuedBackend) -> None:
         super().__init__(engine, tables, context)
         self._backend = backend
-        backend.lanes.occupy([table.pages for table in tables], context)
 
     def rewind(self) -> None:
-        self._backend.lanes.rewind(self.requests, self.context)
+        self._backend.lanes.occupy([table.pages for table in self.tables], self.context)
 
     def target_pass(self, rows: int) -> Work:
         nodes = [count - 1 for count in self._shared_out(rows)]

@@ -74,6 +74,7 @@ class _Read:
     flight: Flight
     members: tuple[Member, ...]
     verdicts: tuple[Verdict, ...]
+    lasted_s: float  # by the host's clock, since the result of the step before it was there
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +148,7 @@ class Engine:
         self._logprobs = LogprobReader(decoder)
         self._flights: deque[Flight] = deque()
         self._unfinished: _Delivery | None = None
-        self._since = time.perf_counter()  # the delivery of the last step
+        self._since = time.perf_counter()  # when the last result was there, or work began after a pause
         pass_tokens = config.pass_tokens(target.device.type)
         services = Services(self.pool, self.tables.__getitem__, self.sampling, pass_tokens, pages)
         features = self.cache.features
@@ -239,7 +240,7 @@ class Engine:
                 self._since = time.perf_counter()
         drafts_wait, others_wait = self._must_wait()
         read = self._read_all() if drafts_wait or others_wait else []
-        waiting_since = time.perf_counter() if read and not others_wait else None
+        waiting_since = self._since if read and not others_wait else None
         if any(part.flight.reads_logits for part in read):
             read = self._deliver(read)  # the next pass overwrites the logits
         batch = self.scheduler.schedule()  # admit, preempt, take pieces of prompts
@@ -302,6 +303,8 @@ class Engine:
         """Take a flight's tokens and lengths: all that the next step depends on."""
         self._deliver_rest()  # of the step before it
         flight.wait()
+        now = time.perf_counter()
+        lasted_s, self._since = now - self._since, now
         members: list[Member] = []
         verdicts: list[Verdict] = []
         longest = self.plan.max_model_len
@@ -321,7 +324,7 @@ class Engine:
                 self.backend.observe(answer, verdict)
             answer.closing = usable != tokens or not answer.end_ids.isdisjoint(usable) or len(answer.tokens) >= longest
         self.drafting.observe([member.answer for member in members], verdicts, flight.levels)
-        return _Read(flight, tuple(members), tuple(verdicts))
+        return _Read(flight, tuple(members), tuple(verdicts), lasted_s)
 
     # --- delivering
 
@@ -391,9 +394,8 @@ class Engine:
 
     def _observe_times(self, read: _Read) -> StepTimes:
         """What the step took, for the planner and for the share of prompts."""
-        flight, now = read.flight, time.perf_counter()
-        lasted_s, self._since = now - self._since, now
-        times = self.backend.times(flight, lasted_s)
+        flight = read.flight
+        times = self.backend.times(flight, read.lasted_s)
         if not flight.is_new:
             self.allowance.observe(flight.read_rows, times.total, times.read, bool(flight.decodes))
         if flight.steady:

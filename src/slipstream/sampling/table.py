@@ -6,7 +6,7 @@ tokens so far (penalty counts, the tail that bad words are matched against) is h
 
 A new setting of a request is declared in `SamplingParams` (`core/params.py`), from which its option and HTTP field
 follow. Here it is a row of `_COLUMNS`, and a field of `Features` (with a line of `Features.of`) that lets its rule be
-skipped. The rule is a function of `adjust.py` if it comes before temperature (then `Features.adjusts` names it), else of
+skipped. The rule is a function of `adjust.py` if it precedes temperature (then `Features.adjusts` names it), else of
 `filters.py`, whose GPU form is in `fused.py`; `audit/rounding.py` has to know a new filter too.
 """
 
