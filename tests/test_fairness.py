@@ -557,7 +557,7 @@ SHORT = SamplingParams(max_tokens=2, ignore_eos=True)
 
 @pytest.mark.parametrize("wrong", [-1, 1.5, True, "many"])
 def test_limits_that_mean_nothing_are_refused(wrong: object) -> None:
-    with pytest.raises(ConfigError, match=r"max_queue=.*: must be a whole number, 0 or more, or None"):
+    with pytest.raises(ConfigError, match=r"max_queue=.*: must be .*0 or more"):
         EngineConfig(max_queue=wrong)  # type: ignore[arg-type]
 
 
