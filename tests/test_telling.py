@@ -32,7 +32,7 @@ class Diary:
         patch.setattr(queue.queued, "launch", self._launched)
         patch.setattr(queue.engine, "_report", self._reported)
 
-    def _launched(self, batch: Schedule, plan: Plan | None, **how: Any) -> Flight:
+    def _launched(self, batch: Schedule, plan: Plan, **how: Any) -> Flight:
         self.said.append("queue")
         return self._launch(batch, plan, **how)
 

@@ -65,14 +65,14 @@ class Backend(ABC):
     def launch(
         self,
         batch: Schedule,
-        plan: Plan | None,
+        plan: Plan,
         *,
         lagged: Mapping[str, Sequence[Answer]],
         waiting_since: float | None,
     ) -> Flight:
         """Run or queue everything that the device does of a step.
 
-        plan: of `batch.decodes`; None if there are none. lagged: by device drafter, whom it caught up on just before.
+        plan: of `batch.decodes`. lagged: by device drafter, whom it caught up on just before.
         waiting_since: since when the device has waited for nothing but host drafters.
         """
 

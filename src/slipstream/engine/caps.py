@@ -41,7 +41,7 @@ def levels_of(drafter: Drafter) -> tuple[Levels, ...]:
 
 
 def judged_nodes(drafters: Sequence[Drafter], draft_tokens: int | None) -> int:
-    """The most nodes of a request under rejection sampling: there is memory for the distributions of so many.
+    """The most nodes of a request under rejection sampling: there is memory for the distributions of these.
 
     Twice the default of the drafters that report distributions, which leaves room for others beside them.
     draft_tokens: the engine's own limit.

@@ -108,6 +108,10 @@ class Plan:
         return Draft.merge(parts, len(self.trees), device), tuple(whole.authors)
 
 
+NO_PLAN = Plan((), (), ())
+"""The plan of a step that only reads prompts."""
+
+
 class Gathered:
     """The drafts of a step as drafter after drafter gives its own: those on the host first."""
 
@@ -180,8 +184,7 @@ class Guesses:
 
 def _of_hosts(authors: Authors, shares: Sequence[Share]) -> Authors:
     """The authors without device drafters, which are the last of a request that is merged."""
-    names = authors.names[: len(authors.names) - len(shares)]
-    return NOBODY if not names else author(names[0]) if len(names) == 1 else Authors(names, authors.places)
+    return _named(authors.names[: len(authors.names) - len(shares)], authors)
 
 
 def _merged_q(
@@ -223,5 +226,9 @@ def _places(names: Sequence[str], owners: Sequence[int], numbers: Mapping[str, i
 def _without(authors: Authors, failed: str) -> Authors:
     if failed not in authors.names:
         return authors
-    names = tuple(name for name in authors.names if name != failed)
-    return NOBODY if not names else Authors(names, authors.places) if len(names) > 1 else author(names[0])
+    return _named(tuple(name for name in authors.names if name != failed), authors)
+
+
+def _named(names: tuple[str, ...], authors: Authors) -> Authors:
+    """These of the authors, with the places of the host drafters; one alone has none."""
+    return NOBODY if not names else author(names[0]) if len(names) == 1 else Authors(names, authors.places)

@@ -64,14 +64,13 @@ class EagerBackend(Backend):
     def launch(
         self,
         batch: Schedule,
-        plan: Plan | None,
+        plan: Plan,
         *,
         lagged: Mapping[str, Sequence[Answer]],
         waiting_since: float | None,
     ) -> EagerFlight:
         parts, decodes, chunks = self._parts, batch.decodes, batch.chunks
         began = time.perf_counter()
-        plan = plan or Plan((), (), ())
         draft, authors = plan.joined(self._guess(plan, decodes), parts.target.device)
         drafted = time.perf_counter()
         features = parts.sampling.features([a.slot for a in decodes] + [chunk.answer.slot for chunk in chunks])

@@ -240,7 +240,7 @@ class QueuedBackend(Backend):
     def launch(
         self,
         batch: Schedule,
-        plan: Plan | None,
+        plan: Plan,
         *,
         lagged: Mapping[str, Sequence[Answer]],
         waiting_since: float | None,
@@ -248,7 +248,7 @@ class QueuedBackend(Backend):
         drafting, decodes = self._parts.drafting, batch.decodes
         members: list[Member] = []
         told = chosen = owners = decoding = None
-        if plan is None:
+        if not decodes:
             begun = drafted = self._marks.put()
         else:
             decoding = self._draft(decodes, plan, waiting_since)
@@ -271,14 +271,14 @@ class QueuedBackend(Backend):
         return QueuedFlight(
             members=tuple(members),
             decodes=len(decodes),
-            drafts=() if plan is None else plan.drafts,
-            hosts=() if plan is None else plan.hosts,
+            drafts=plan.drafts,
+            hosts=plan.hosts,
             rows=0 if decoding is None else decoding.round.shape.rows,  # padding costs as much as other rows
             read_rows=sum(chunk.rows for chunk in batch.chunks),
-            expected_gain=1.0 if plan is None else drafting.planner.expected_gain,
+            expected_gain=drafting.planner.expected_gain if decodes else 1.0,
             steady=bool(decodes and not is_new and not lagged and (self._marks.has_clock or not batch.chunks)),
             is_new=is_new,
-            is_tree=plan is not None and drafting.makes_trees(plan.drafts),
+            is_tree=drafting.makes_trees(plan.drafts),
             reads_logits=any(member.answer.params.logprobs is not None for member in members),
             round=None if decoding is None else decoding.round,
             told=told,
@@ -288,7 +288,7 @@ class QueuedBackend(Backend):
             first_logits=first_logits,
             marks=() if begun is None else (begun, drafted, verified, read),
             waited_s=None if decoding is None else decoding.waited_s,
-            guessed_s=0.0 if plan is None else plan.guessed_s,
+            guessed_s=plan.guessed_s,
             caught_up={} if batch.chunks or is_new else {name: len(theirs) for name, theirs in lagged.items()},
         )
 

@@ -30,7 +30,7 @@ from slipstream.engine.backend import Backend, Parts
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.counters import Counters, take_snapshot
 from slipstream.engine.drafting import Drafting
-from slipstream.engine.drafts import Plan
+from slipstream.engine.drafts import NO_PLAN, Plan
 from slipstream.engine.emit import LogprobReader, emit
 from slipstream.engine.flight import Flight, Member, StepTimes
 from slipstream.engine.line import Admission
@@ -268,7 +268,7 @@ class Engine:
         )
         return drafts, others
 
-    def _plan(self, batch: Schedule) -> tuple[Plan | None, Mapping[str, Sequence[Answer]]]:
+    def _plan(self, batch: Schedule) -> tuple[Plan, Mapping[str, Sequence[Answer]]]:
         """Plan the decodes of a step; also the requests, by device drafter, that it had to catch up on.
 
         What a drafter missed of a request is known on the host only: everything in flight is read first, and answers
@@ -276,7 +276,7 @@ class Engine:
         """
         decodes, following = batch.decodes, self.drafting.following
         if not decodes:
-            return None, {}
+            return NO_PLAN, {}
         plan = self.drafting.plan(decodes, waits=not self.backend.depth)
         lagging = following.lagging(decodes, plan)
         if not lagging:
@@ -285,7 +285,7 @@ class Engine:
         alive = [i for i, answer in enumerate(decodes) if answer.phase is Phase.RUNNING]
         decodes[:], plan = [decodes[i] for i in alive], plan.only(alive)
         if not decodes:
-            return None, {}
+            return NO_PLAN, {}
         lagging = following.lagging(decodes, plan)
         self.drafting.catch_up(lagging)
         for name in {name for answer in decodes for name in answer.drafters if name in answer.refused}:
