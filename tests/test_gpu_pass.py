@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from families import CPU, PAGE, Passes, in_torch, load_reference, path_to, random_tokens, save_random, tiny_config
+from shared_drafts import tiny_shared
 from slipstream.core.errors import DrafterError
 from slipstream.kernels.cpu.compiled import can_compile
 from slipstream.kv.cache import KVCache, LayerShape
@@ -98,6 +99,18 @@ def test_in_bf16(tmp_path: Path) -> None:
     build.fuse(runner.model, runner._traits)
     build.install(runner.model, runner.max_positions)
     assert judge.verdict(parity._ours(runner)).holds
+
+
+@pytest.mark.usefixtures("plain_weights")
+def test_a_draft_in_bf16_that_shares_the_swapped_lm_head(tmp_path: Path) -> None:
+    loaded = open_unchecked(save_random(tmp_path / "target", tiny_config("llama")), torch.bfloat16, CPU)
+    target = OnDevice(loaded.model, loaded.config)
+    build.fuse(target.model, target._traits)
+    build.install(target.model, target.max_positions)
+    shared = tiny_shared(tmp_path / "draft", vocab_size=target.vocab_size)
+    draft = open_unchecked(shared, torch.bfloat16, CPU, target=target)
+    judge = parity._Judge.of(draft)
+    assert judge.verdict(parity._ours(OnDevice(draft.model, draft.config, target=target))).holds
 
 
 def test_a_layout_says_where_rows_lie_and_whom_they_see() -> None:

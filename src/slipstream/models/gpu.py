@@ -131,8 +131,7 @@ class RowLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear, out_dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        self.weight = linear.weight.detach()
-        self.bias = None if linear.bias is None else linear.bias.detach()
+        self.weight, self.bias = linear.weight, linear.bias  # still parameters: a draft may share them
         self.out_dtype = out_dtype
 
     def forward(self, x: Tensor) -> Tensor:

@@ -286,6 +286,7 @@ def row_linear(
     benchmarks.
     """
     assert partial or splits == 1, "runs are summed by the next kernel"
+    assert scale is not None or weight.dtype == x.dtype, f"{weight.dtype} times {x.dtype}"
     if not on_gpu(x):
         return row_linear_twin(
             x, weight, bias, scale=scale, splits=splits, gated=gated, partial=partial, out_dtype=out_dtype
