@@ -204,3 +204,19 @@ def test_plans_keep_to_their_limits(data: st.DataObject, requests: int, padded: 
     assert all(isinstance(why, str) for why in planner.reasons().values())
     for name in ids:
         planner.forget(name)
+
+
+EDGY = Curve((1, 32, 64, 128, 192, 256), (0.004, 0.0055, 0.006, 0.0075, 0.0097, 0.011))
+"""A GPU's passes over 32 requests: rows beyond 128 are dear."""
+
+
+def test_free_guesses_count_for_what_they_add_to_the_drafter_beside_them() -> None:
+    def rate(**free: Drafter) -> float:
+        play = Play({"model": Drafter(lambda step: 0.6, 0.0001), **free}, EDGY, requests=32)
+        play.planner.pad_passes()
+        play.run(100)
+        return play.run(300)
+
+    alone = rate()
+    assert rate(free=Drafter(lambda step: 0.4, promise=0.6)) > 0.97 * alone, "the model has them right too"
+    assert rate(free=Drafter(lambda step: 0.95, promise=0.95)) > 1.5 * alone

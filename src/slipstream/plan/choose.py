@@ -103,6 +103,7 @@ class Candidate:
 
 
 NO_OFFER = Offer("", (), ())
+NOTHING = Candidate(NO_OFFER, 0, 0, np.zeros(0, np.int64), 1.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,10 +178,24 @@ class Step:
 # --- free guesses -----------------------------------------------------------------------------------------------------
 
 
-class Ranked:
-    """The nodes of a step's trees, likeliest first. A node's chance is at most its parent's."""
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """The guesses of another drafter that are expected in the same step."""
 
-    def __init__(self, trees: Sequence[Tree], chances: Sequence[Sequence[float]]) -> None:
+    chances: Floats  # [D, B] of their being right to each depth
+    rows: int = 0
+    seconds: float = 0.0  # of guessing
+    is_tree: bool = False
+
+    @property
+    def tokens(self) -> float:
+        return float(self.chances.sum())
+
+
+class Ranked:
+    """The nodes of a step's trees, those first that add most. A node's chance is at most its parent's."""
+
+    def __init__(self, trees: Sequence[Tree], chances: Sequence[Sequence[float]], beside: Beside) -> None:
         """chances: by tree and node, of its whole path being right."""
         self._trees = trees
         sizes = np.array([len(tree.tokens) for tree in trees])  # [B]
@@ -196,17 +211,35 @@ class Ranked:
         while not np.array_equal(bounded := np.minimum(flat, flat[above]), flat):
             flat = bounded
         self._chances = flat
-        self._ranked = -np.sort(-flat)
+        self._added = flat * self._shares(flat, above, sizes, beside.chances)
+        self._ranked = -np.sort(-self._added)
 
-    def tokens(self, requests: int) -> Floats:  # [N + 1]
-        """Expected tokens of the step with the 0, 1, … likeliest nodes."""
-        return np.concatenate(([0.0], np.cumsum(self._ranked))) + requests
+    @staticmethod
+    def _shares(flat: Floats, above: Ints, sizes: Ints, beside: Floats) -> Floats:  # [N]
+        """By node: the part of its tree's expected tokens that the other drafter would not bring.
+
+        What is easy for one drafter is easy for another: at each depth the better one counts, and not both.
+        """
+        depths = np.zeros_like(above)
+        while not np.array_equal(deeper := np.where(above == np.arange(len(above)), 0, depths[above] + 1), depths):
+            depths = deeper
+        owners = np.repeat(np.arange(len(sizes)), sizes)
+        brought = np.zeros((max(int(depths.max()) + 1, len(beside)), len(sizes)))  # [D, B]
+        np.add.at(brought, (depths, owners), flat)
+        more = brought.copy()
+        more[: len(beside)] -= beside
+        shares = np.maximum(more, 0.0).sum(0) / np.maximum(brought.sum(0), 1e-9)
+        return np.asarray(shares[owners])
+
+    def tokens(self, others: float) -> Floats:  # [N + 1]
+        """Expected tokens of the step with the 0, 1, … best nodes. others: those expected without any."""
+        return np.concatenate(([0.0], np.cumsum(self._ranked))) + others
 
     def take(self, count: int) -> tuple[list[Tree], list[list[float]]]:
-        """The trees cut to the `count` likeliest nodes overall, and the chances of those."""
+        """The trees cut to the `count` best nodes overall, and the chances of those."""
         bar = self._ranked[count - 1]
-        kept = self._chances > bar
-        kept[np.flatnonzero(self._chances == bar)[: count - int(kept.sum())]] = True  # on ties parents come first
+        kept = self._added > bar
+        kept[np.flatnonzero(self._added == bar)[: count - int(kept.sum())]] = True  # on ties parents come first
         marks, chances = kept.tolist(), self._chances.tolist()
         trees, left = list[Tree](), list[list[float]]()
         begin = 0

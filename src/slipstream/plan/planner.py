@@ -13,10 +13,10 @@ from itertools import zip_longest
 
 import numpy as np
 
-from slipstream.core.draft import Tree
+from slipstream.core.draft import MAX_NODES, Tree
 from slipstream.plan import choose
 from slipstream.plan.acceptance import DEPTHS, Acceptance, Ease, Promises
-from slipstream.plan.choose import Candidate, Ranked, Step
+from slipstream.plan.choose import Beside, Candidate, Ranked, Step
 from slipstream.plan.cost import Costs
 from slipstream.plan.guard import HORIZON, MEMBERS, Guard, Probes
 from slipstream.plan.types import (
@@ -158,7 +158,7 @@ class AdaptivePlanner(Planner):
         self._free_nodes = 0
         self._asked: set[str] = set()  # host drafters with guesses in this step
         self._worth: dict[tuple[str, int], float] = {}  # by host drafter and bucket: seconds that its guesses save
-        self._last = ""  # the drafter of the last choice; "": none
+        self._last = choose.NOTHING  # the last choice
         self._sizes: dict[str, tuple[int, int]] = {}  # by drafter: last chosen nodes and levels
         self._used: dict[str, int] = {}  # by drafter: step of its last draft
 
@@ -216,7 +216,7 @@ class AdaptivePlanner(Planner):
         if whole:
             taken, left = self._whole(drafter, request_ids, trees, requests)
         else:
-            taken, left = self._likeliest(drafter, Ranked(trees, chances), requests, trees)
+            taken, left = self._likeliest(drafter, trees, chances, requests, self._beside(request_ids, requests))
         for name, tree, kept, factor in zip(request_ids, taken, left, factors, strict=True):
             if tree.tokens:
                 if factor:
@@ -226,11 +226,30 @@ class AdaptivePlanner(Planner):
                 self._free_nodes += len(tree.tokens)
         return taken
 
+    def _beside(self, request_ids: Sequence[str], requests: int) -> Beside:
+        """The guesses that are expected of the drafter that was used last."""
+        last = self._last
+        reach = last.levels or last.nodes
+        if not reach:
+            return Beside(np.zeros((0, len(request_ids))))
+        estimate, share = self._acceptance[last.offer.drafter], min(1.0, len(last.members) / max(self._requests, 1))
+        chances = share * estimate.paths(request_ids, reach)
+        if last.levels:
+            depths = np.minimum(np.arange(reach), DEPTHS - 1)
+            chances *= estimate.ranks.kept()[depths, min(last.nodes, MAX_NODES), None]
+        return Beside(chances, round(share * requests * last.nodes), last.guess_s, bool(last.levels))
+
     def _likeliest(
-        self, drafter: str, ranked: Ranked, requests: int, trees: Sequence[Tree]
+        self,
+        drafter: str,
+        trees: Sequence[Tree],
+        chances: Sequence[Sequence[float]],
+        requests: int,
+        beside: Beside,
     ) -> tuple[list[Tree], list[list[float]]]:
-        tokens = ranked.tokens(requests)  # [N + 1]
-        pass_s = self.costs.passes(requests + len(tokens) - 1)[requests:]
+        ranked, rows = Ranked(trees, chances, beside), requests + beside.rows
+        tokens = ranked.tokens(requests + beside.tokens)  # [N + 1]
+        pass_s = self.costs.passes(rows + len(tokens) - 1, is_tree=beside.is_tree)[rows:] + beside.seconds
         best = self._paying(drafter, tokens / pass_s, range(len(tokens)), requests)
         if not best:
             best = min(2, len(tokens) - 1)
@@ -239,10 +258,11 @@ class AdaptivePlanner(Planner):
         return ranked.take(best)
 
     def _paying(self, drafter: str, rates: Floats, nodes: Sequence[int], requests: int) -> int:
-        """The index of the highest rate and the decision on it; 0: no draft pays. nodes: by index."""
+        """The index of the highest rate and the decision on it; 0: it does not pay. nodes: by index."""
         best = int(rates.argmax())
         gain = float(rates[best] / rates[0])
-        best = best if gain > max(MARGIN, self._min_gain) else 0
+        plain = requests / float(self.costs.passes(requests)[requests])
+        best = best if gain > MARGIN and rates[best] > self._min_gain * plain else 0
         self._decided[drafter] = Decision(requests, nodes[best], gain, row=self.costs.row(requests))
         return best
 
@@ -279,9 +299,9 @@ class AdaptivePlanner(Planner):
             if chosen.offer in offers:
                 self._use(budgets, offers, chosen, chosen.members.tolist())
                 self._sizes[chosen.offer.drafter] = chosen.nodes, chosen.levels
-            self._last = chosen.offer.drafter
+            self._last = chosen
             self._probe(step, budgets, offers, found, chosen)
-            unused = {one.drafter for one in offers if one.drafter != self._last} | {name for name, _ in self._worth}
+            unused = {one.drafter for one in offers if one is not chosen.offer} | {name for name, _ in self._worth}
             self._probes.earn(unused, chosen.seconds)
             self._requests = load.requests
         self._step += 1
@@ -306,7 +326,9 @@ class AdaptivePlanner(Planner):
             caps, levels = [min(most, 1) for most in caps], levels[:1]
         deepest = levels[-1].deep if levels else max(caps)
         estimate = self._estimate(one.drafter, self._ease)
-        chances = estimate.paths(one.request_ids, deepest) * (1 - step.free_chances(one.request_ids, deepest))
+        chances = np.maximum(
+            estimate.paths(one.request_ids, deepest) - step.free_chances(one.request_ids, deepest), 0.0
+        )
         if levels:
             sizes = choose.tree_sizes(caps, levels, chances, estimate.ranks.kept())
         else:
@@ -319,7 +341,7 @@ class AdaptivePlanner(Planner):
         """The candidate with the highest rate, or the last choice within the margin."""
 
         def score(one: Candidate) -> float:
-            stays = MARGIN if one.offer.drafter == self._last else 1.0
+            stays = MARGIN if one.offer.drafter == self._last.offer.drafter else 1.0
             return one.rate * stays * (self._min_gain if one is undrafted else 1.0)
 
         return max([undrafted, *found], key=score)
