@@ -24,7 +24,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from slipstream.kernels.cpu.arena import Arena
 from slipstream.kernels.cpu.compiled import Compiled, address, bits_of, panel_size
-from slipstream.kernels.cpu.interface import LANES, LAYER, PASS, QUERIES, STAGE, STAGES
+from slipstream.kernels.cpu.interface import CROWD, LANES, LAYER, PASS, STAGE, STAGES
 from slipstream.kernels.cpu.tiled import TiledLinear, join
 from slipstream.kv.cache import KVCache
 from slipstream.models.attention import AttentionTraits, PassContext, running_pass
@@ -229,7 +229,7 @@ class CompiledTrunk:
         if self._seen.shape[0] < threads or self._seen.shape[1] < longest:
             longest = max(1024, 2 * longest)
             self._seen = torch.empty(threads, longest, dtype=torch.int64)
-            self._scores = torch.empty(threads * QUERIES * (longest + 2 * int(self._job["head_dim"])))
+            self._scores = torch.empty(threads * CROWD * (longest + 2 * int(self._job["head_dim"])))
             self._panels = torch.empty(threads, self._panels.shape[1])
             _fill(self._job, panels=self._panels.data_ptr(), panel_size=self._panels.shape[1])
             _fill(self._job, seen=self._seen.data_ptr(), scores=self._scores.data_ptr(), longest=longest)

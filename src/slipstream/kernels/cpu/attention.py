@@ -1,4 +1,4 @@
-"""Attention over a cache in pages, compiled: some queries of one head of keys at a time, in vectors of 16 numbers.
+"""Attention over a cache in pages, compiled: blocks of keys by groups of queries, in vectors of 16 numbers.
 
 Each key's score comes from the same steps wherever it stands, and values are added up in the order of the text, so that
 a row's bits depend only on what it sees. Queries are taken together because loading keys and values dominates the time.
@@ -12,7 +12,7 @@ import numpy as np
 from llvmlite import ir
 from numba.extending import intrinsic
 
-from slipstream.kernels.cpu.interface import LANES, QUERIES
+from slipstream.kernels.cpu.interface import CROWD, LANES, QUERIES
 from slipstream.kernels.cpu.llvm import (
     F32,
     I64,
@@ -32,6 +32,8 @@ from slipstream.kernels.cpu.norms import INFINITE, ORDER_MAY_CHANGE, ZERO, exp
 
 KEYS = 4
 """Keys that are scored at once."""
+KEPT = 64
+"""Keys that all queries of a crowd read in turn: 16 KB where a head has 64 numbers, half of a core's first cache."""
 MIXED = 4 * LANES if MASKS else 2 * LANES
 """Numbers of a value that are added up at once."""
 
@@ -245,6 +247,46 @@ def _soften(scores: int, count: int, scaling: float) -> Any:
     return mass
 
 
+@inner()
+def _score_all(
+    first: int, units: int, rows: int, heads: int, asked: int, keys: int, stride: int, seen: int, count: int, size: int,
+    scores: int, ld: int,
+) -> None:  # fmt: skip
+    """The scores of `units` queries from the `first` on, block by block of keys."""
+    for begin in range(0, count, KEPT):
+        unit = 0
+        while unit < units:
+            queries = _together(units - unit)
+            sees = count - (rows - 1 - (first + unit + queries - 1) // heads)
+            some = min(begin + KEPT, sees) - begin
+            if some > 0:
+                to = scores + (unit * ld + begin) * 4
+                _score(queries, asked + unit * size * 4, keys, stride, seen + begin * 8, some, size, to, ld)
+            unit += queries
+
+
+@inner()
+def _mix_all(
+    first: int, units: int, rows: int, heads: int, values: int, stride: int, seen: int, count: int, size: int,
+    scores: int, ld: int, mixed: int,
+) -> None:  # fmt: skip
+    """mixed[unit] += its scores times the values that it sees, block by block: first those that its group shares."""
+    for begin in range(0, count, KEPT):
+        unit = 0
+        while unit < units:
+            queries = _together(units - unit)
+            shares = count - (rows - 1 - (first + unit) // heads)  # the keys that the first of these queries sees
+            weights, to = scores + unit * ld * 4, mixed + unit * size * 4
+            _mix(queries, values, stride, seen, begin, min(begin + KEPT, shares), weights, ld * 4, size, to, size * 4)
+            if begin + KEPT >= shares:
+                for q in range(queries):
+                    sees = count - (rows - 1 - (first + unit + q) // heads)
+                    own, its = weights + q * ld * 4, to + q * size * 4
+                    start, end = max(begin, shares), min(begin + KEPT, sees)
+                    _mix(np.int64(1), values, stride, seen, start, end, own, ld * 4, size, its, size * 4)
+            unit += queries
+
+
 @inner(fastmath=ORDER_MAY_CHANGE)
 def attend(
     rows: int, heads: int, head_dim: int, query: int, width: int, keys: int, values: int, stride: int, seen: int,
@@ -254,31 +296,29 @@ def attend(
 
     seen: slots, of which the last row sees `count`; keys and values: of the heads, `stride` numbers from slot to slot.
     query: the first row's first head, `width` numbers before that of the next row; out and ld_out: likewise.
-    scores: scratch, `QUERIES` rows of `ld` numbers (at least `count` + 32), then `QUERIES` rows of 2 * head_dim
-    numbers.
+    scores: scratch, `CROWD` rows of `ld` numbers (at least `count` + 32), then `CROWD` rows of 2 * head_dim numbers.
     """
-    asked = scores + QUERIES * ld * 4
-    mixed = asked + QUERIES * head_dim * 4
-    unit, units = 0, rows * heads
-    while unit < units:
-        queries = _together(units - unit)
-        for q in range(queries):
-            at = floats(query + ((unit + q) // heads * width + (unit + q) % heads * head_dim) * 4)
-            copy, result = floats(asked + q * head_dim * 4), floats(mixed + q * head_dim * 4)
+    asked = scores + CROWD * ld * 4
+    mixed = asked + CROWD * head_dim * 4
+    first, every = 0, rows * heads
+    while first < every:
+        units = min(every - first, CROWD)
+        for unit in range(units):
+            at = floats(query + ((first + unit) // heads * width + (first + unit) % heads * head_dim) * 4)
+            copy, result = floats(asked + unit * head_dim * 4), floats(mixed + unit * head_dim * 4)
             for i in range(head_dim):
                 copy[i], result[i] = at[i], ZERO
-        shared_keys = count - (rows - 1 - unit // heads)  # the keys that the first of these queries sees
-        longest = count - (rows - 1 - (unit + queries - 1) // heads)
-        _score(queries, asked, keys, stride * 4, seen, longest, head_dim, scores, ld)
+        _score_all(first, units, rows, heads, asked, keys, stride * 4, seen, count, head_dim, scores, ld)
         masses = floats(asked)  # the copies of the queries are not needed any more
-        for q in range(queries):
-            masses[q] = _soften(scores + q * ld * 4, count - (rows - 1 - (unit + q) // heads), scaling)
-        _mix(queries, values, stride * 4, seen, np.int64(0), shared_keys, scores, ld * 4, head_dim, mixed, head_dim * 4)
-        for q in range(queries):
-            end = count - (rows - 1 - (unit + q) // heads)
-            weights, to = scores + q * ld * 4, mixed + q * head_dim * 4
-            _mix(np.int64(1), values, stride * 4, seen, shared_keys, end, weights, ld * 4, head_dim, to, head_dim * 4)
-            result, final = floats(to), floats(out + ((unit + q) // heads * ld_out + (unit + q) % heads * head_dim) * 4)
+        for unit in range(units):
+            masses[unit] = _soften(scores + unit * ld * 4, count - (rows - 1 - (first + unit) // heads), scaling)
+        _mix_all(first, units, rows, heads, values, stride * 4, seen, count, head_dim, scores, ld, mixed)
+        for unit in range(units):
+            at_row, at_head = (first + unit) // heads, (first + unit) % heads
+            result, final = (
+                floats(mixed + unit * head_dim * 4),
+                floats(out + (at_row * ld_out + at_head * head_dim) * 4),
+            )
             for i in range(head_dim):
-                final[i] = result[i] / masses[q]
-        unit += queries
+                final[i] = result[i] / masses[unit]
+        first += units

@@ -15,7 +15,7 @@ from numba import carray, cfunc, types
 
 from slipstream.kernels.cpu.attention import attend, list_keys
 from slipstream.kernels.cpu.encode import encode
-from slipstream.kernels.cpu.interface import ENCODE, LANES, LAYER, PASS, PRODUCT, QUERIES, STAGE, STAGES
+from slipstream.kernels.cpu.interface import CROWD, ENCODE, LANES, LAYER, PASS, PRODUCT, STAGE, STAGES
 from slipstream.kernels.cpu.llvm import anything, inner, integers
 from slipstream.kernels.cpu.norms import add_and_norm, silu_times, turn_and_keep
 from slipstream.kernels.cpu.products import product
@@ -38,7 +38,7 @@ def _attend(first: int, last: int, job: Any, layer: Any, member: int, size: int,
     row_starts, prefixes, trees = integers(job.row_starts), integers(job.prefixes), integers(job.trees)
     page_starts, position = integers(job.page_starts), integers(job.positions)
     seen = job.seen + member * job.longest * 8
-    scores = job.scores + member * QUERIES * (job.longest + 2 * head_dim) * 4
+    scores = job.scores + member * CROWD * (job.longest + 2 * head_dim) * 4
     blocks = (job.rows + size - 1) // size
     for piece in range(first, last):
         head = piece // blocks * heads

@@ -25,6 +25,8 @@ TILE = 4
 
 QUERIES = 6 if platform.machine() == "x86_64" else 2
 """Queries of one key head that compiled attention takes together: the sums of more do not fit the registers."""
+CROWD = 8 * QUERIES
+"""Queries for which compiled attention keeps scores: they read a block of keys while the core's cache has it."""
 PANEL = 1 << 16
 """Numbers of a weight that are decoded together, unless 4 rows have more: they must stay in a core's second cache."""
 STAGE = 64
