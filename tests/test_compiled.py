@@ -38,7 +38,9 @@ def runner_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Runne
 
     @cache
     def make(family: str) -> Runner:
-        folder = save_random(root / family, tiny_config(family, intermediate_size=48, vocab_size=100))
+        name, _, heads = family.partition(" of ")
+        more = {"num_attention_heads": int(heads), "num_key_value_heads": 1} if heads else {}
+        folder = save_random(root / family, tiny_config(name, intermediate_size=48, vocab_size=100, **more))
         runner = open_unchecked(folder, torch.float32, CPU)
         runner.swap(fused=True)
         return runner
@@ -98,7 +100,7 @@ def test_a_row_has_the_same_bits_in_any_company(runner_of: Callable[[str], Runne
         assert same_numbers(plain.cache.keys(layer), chain.cache.keys(layer))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2-slides", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "llama of 8", "qwen2-slides", "qwen3"])
 def test_a_prompt_has_the_same_bits_however_it_is_cut(runner_of: Callable[[str], Runner], family: str) -> None:
     """In one piece, in several, beside another prompt, and token by token."""
     runner, prompt = runner_of(family), random_tokens(90, 4)
