@@ -220,3 +220,15 @@ def test_free_guesses_count_for_what_they_add_to_the_drafter_beside_them() -> No
     alone = rate()
     assert rate(free=Drafter(lambda step: 0.4, promise=0.6)) > 0.97 * alone, "the model has them right too"
     assert rate(free=Drafter(lambda step: 0.95, promise=0.95)) > 1.5 * alone
+
+
+def test_a_drafter_in_use_does_not_keep_out_free_guesses_that_are_as_good() -> None:
+    def rate(**drafters: Drafter) -> float:
+        play = Play(drafters, GPU, requests=16)
+        play.planner.pad_passes()
+        play.run(100)
+        return play.run(300)
+
+    free = Drafter(lambda step: 0.8 if step > 60 else 0.1)
+    alone = rate(free=free)
+    assert rate(model=Drafter(lambda step: 0.8, 0.0008), free=free) > 0.95 * alone

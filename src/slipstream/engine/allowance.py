@@ -20,10 +20,10 @@ SETTLED_S = 0.5
 """Requests of one burst arrive within this time."""
 _NEWER, _OLDER = 0.44, 0.7
 """The part of the time that prompts get beside streams that are older than they, and beside younger ones. At 0.47 a
-stream would keep 0.45 of its speed on a GPU; at 0.42 a prompt would take 2.4 times its time alone."""
+stream kept 0.45 of its speed on a GPU, since the last piece is not paid back; at 0.42 a prompt would take 2.4 times its
+time alone."""
 _CREDIT = 0.5
-"""Part of a step that may be owed when the next piece begins. What is owed at the last piece is never paid back, and a
-GPU reads a long prompt in six."""
+"""Part of a step's time that may be owed when the next piece begins."""
 _FADE = 0.8
 """Weight of earlier measurements at each new one: the machine may be busy only for a while."""
 _OUTLIER = 3.0

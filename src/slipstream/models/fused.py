@@ -227,7 +227,7 @@ class CompiledTrunk:
             self._scratch = {name: torch.empty(max(rows, 64), width) for name, width in self._widths.items()}
             _fill(self._job, **{name: tensor.data_ptr() for name, tensor in self._scratch.items()})
         if self._seen.shape[0] < threads or self._seen.shape[1] < longest:
-            longest = max(1024, 2 * longest)
+            longest = max(1024, longest + longest // 4)
             self._seen = torch.empty(threads, longest, dtype=torch.int64)
             self._scores = torch.empty(threads * CROWD * (longest + 2 * int(self._job["head_dim"])))
             self._panels = torch.empty(threads, self._panels.shape[1])

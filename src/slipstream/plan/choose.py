@@ -60,21 +60,26 @@ class Sizes:
         return [levels or nodes for nodes, levels in zip(self.nodes, self.levels, strict=True)]
 
 
-def chain_sizes(caps: Sequence[int], chances: Floats) -> Sizes:
-    """chances [K, B]: of a chain being right to each depth."""
+def chain_sizes(caps: Sequence[int], chances: Floats, free: Floats) -> Sizes:
+    """chances [K, B]: of a chain being right to each depth; free: as in `tree_sizes`."""
     nodes = sizes_up_to(len(chances))
     drafted = np.minimum(np.array(nodes)[:, None], np.array(caps))  # [C, B]
-    brought = np.concatenate((np.zeros((1, len(caps))), chances.cumsum(0)))  # [K + 1, B]
+    added = np.maximum(chances - free, 0.0)
+    brought = np.concatenate((np.zeros((1, len(caps))), added.cumsum(0)))  # [K + 1, B]
     return Sizes(nodes, [0] * len(nodes), np.take_along_axis(brought, drafted, 0), drafted)
 
 
-def tree_sizes(caps: Sequence[int], levels: Sequence[Levels], chances: Floats, kept: Floats) -> Sizes:
-    """chances [L, B]: of a whole tree being right to each depth; kept [D, MAX_NODES + 1]: see `NodeRanks.kept`."""
+def tree_sizes(caps: Sequence[int], levels: Sequence[Levels], chances: Floats, kept: Floats, free: Floats) -> Sizes:
+    """chances [L, B]: of a whole tree being right to each depth; kept [D, MAX_NODES + 1]: see `NodeRanks.kept`.
+
+    free [L, B]: of free guesses being right, which are verified in any case.
+    """
     nodes, deep = _trees_up_to(max(caps), tuple(levels))  # [C]
     drafted = np.minimum(np.array(nodes)[:, None], np.array(caps))  # [C, B]
     depths = np.arange(len(chances))  # [L]
     parts = kept[np.minimum(depths, DEPTHS - 1)][:, np.minimum(drafted, MAX_NODES)]  # [L, C, B]
-    right = np.where((depths[:, None] < np.array(deep))[:, :, None], chances[:, None, :] * parts, 0.0)
+    added = np.maximum(chances[:, None, :] * parts - free[:, None, :], 0.0)
+    right = np.where((depths[:, None] < np.array(deep))[:, :, None], added, 0.0)
     return Sizes(nodes, deep, right.sum(0), drafted)
 
 
@@ -182,14 +187,11 @@ class Step:
 class Beside:
     """The guesses of another drafter that are expected in the same step."""
 
-    chances: Floats  # [D, B] of their being right to each depth
+    chances: Floats | None = None  # [D, B] of their being right to each depth; None: there are none
+    tokens: float = 0.0  # that they bring, over all requests
     rows: int = 0
     seconds: float = 0.0  # of guessing
     is_tree: bool = False
-
-    @property
-    def tokens(self) -> float:
-        return float(self.chances.sum())
 
 
 class Ranked:
@@ -211,29 +213,12 @@ class Ranked:
         while not np.array_equal(bounded := np.minimum(flat, flat[above]), flat):
             flat = bounded
         self._chances = flat
-        self._added = flat * self._shares(flat, above, sizes, beside.chances)
+        self._added = flat if beside.chances is None else flat * _shares(flat, above, sizes, beside.chances)
         self._ranked = -np.sort(-self._added)
 
-    @staticmethod
-    def _shares(flat: Floats, above: Ints, sizes: Ints, beside: Floats) -> Floats:  # [N]
-        """By node: the part of its tree's expected tokens that the other drafter would not bring.
-
-        What is easy for one drafter is easy for another: at each depth the better one counts, and not both.
-        """
-        depths = np.zeros_like(above)
-        while not np.array_equal(deeper := np.where(above == np.arange(len(above)), 0, depths[above] + 1), depths):
-            depths = deeper
-        owners = np.repeat(np.arange(len(sizes)), sizes)
-        brought = np.zeros((max(int(depths.max()) + 1, len(beside)), len(sizes)))  # [D, B]
-        np.add.at(brought, (depths, owners), flat)
-        more = brought.copy()
-        more[: len(beside)] -= beside
-        shares = np.maximum(more, 0.0).sum(0) / np.maximum(brought.sum(0), 1e-9)
-        return np.asarray(shares[owners])
-
-    def tokens(self, others: float) -> Floats:  # [N + 1]
-        """Expected tokens of the step with the 0, 1, … best nodes. others: those expected without any."""
-        return np.concatenate(([0.0], np.cumsum(self._ranked))) + others
+    def tokens(self) -> Floats:  # [N + 1]
+        """Expected tokens that the 0, 1, … best nodes add."""
+        return np.concatenate(([0.0], np.cumsum(self._ranked)))
 
     def take(self, count: int) -> tuple[list[Tree], list[list[float]]]:
         """The trees cut to the `count` best nodes overall, and the chances of those."""
@@ -248,6 +233,23 @@ class Ranked:
             left.append([chances[node] for node in range(begin, end) if marks[node]])
             begin = end
         return trees, left
+
+
+def _shares(flat: Floats, above: Ints, sizes: Ints, beside: Floats) -> Floats:  # [N]
+    """By node: the part of its tree's expected tokens that the other drafter would not bring.
+
+    What is easy for one drafter is easy for another: at each depth the better one counts, and not both.
+    """
+    depths, higher = (above != np.arange(len(above))).astype(np.int64), above
+    while (more := depths[higher]).any():  # twice as far up each time
+        depths, higher = depths + more, higher[higher]
+    owners, deep = np.repeat(np.arange(len(sizes)), sizes), max(int(depths.max()) + 1, len(beside))
+    sums = np.bincount(depths * len(sizes) + owners, flat, deep * len(sizes))
+    brought: Floats = np.asarray(sums, np.float64).reshape(deep, len(sizes))  # [D, B]
+    left = brought.copy()
+    left[: len(beside)] -= beside
+    shares = np.maximum(left, 0.0).sum(0) / np.maximum(brought.sum(0), 1e-9)
+    return np.asarray(shares[owners])
 
 
 def shared_out(tree: Tree, chance: float) -> list[float]:

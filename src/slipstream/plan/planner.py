@@ -216,7 +216,7 @@ class AdaptivePlanner(Planner):
         if whole:
             taken, left = self._whole(drafter, request_ids, trees, requests)
         else:
-            taken, left = self._likeliest(drafter, trees, chances, requests, self._beside(request_ids, requests))
+            taken, left = self._paying_nodes(drafter, request_ids, trees, chances, requests)
         for name, tree, kept, factor in zip(request_ids, taken, left, factors, strict=True):
             if tree.tokens:
                 if factor:
@@ -231,38 +231,50 @@ class AdaptivePlanner(Planner):
         last = self._last
         reach = last.levels or last.nodes
         if not reach:
-            return Beside(np.zeros((0, len(request_ids))))
+            return Beside()
         estimate, share = self._acceptance[last.offer.drafter], min(1.0, len(last.members) / max(self._requests, 1))
         chances = share * estimate.paths(request_ids, reach)
         if last.levels:
             depths = np.minimum(np.arange(reach), DEPTHS - 1)
             chances *= estimate.ranks.kept()[depths, min(last.nodes, MAX_NODES), None]
-        return Beside(chances, round(share * requests * last.nodes), last.guess_s, bool(last.levels))
+        tokens = requests * float(chances.sum(0).mean())
+        return Beside(chances, tokens, round(share * requests * last.nodes), last.guess_s, bool(last.levels))
 
-    def _likeliest(
+    def _paying_nodes(
         self,
         drafter: str,
+        request_ids: Sequence[str],
         trees: Sequence[Tree],
         chances: Sequence[Sequence[float]],
         requests: int,
-        beside: Beside,
     ) -> tuple[list[Tree], list[list[float]]]:
-        ranked, rows = Ranked(trees, chances, beside), requests + beside.rows
-        tokens = ranked.tokens(requests + beside.tokens)  # [N + 1]
-        pass_s = self.costs.passes(rows + len(tokens) - 1, is_tree=beside.is_tree)[rows:] + beside.seconds
-        best = self._paying(drafter, tokens / pass_s, range(len(tokens)), requests)
+        """The nodes that are worth their rows, alone or beside the drafter that was used last."""
+        ways = []
+        beside = self._beside(request_ids, requests)
+        for one in (Beside(), beside)[: 1 + bool(beside.rows)]:
+            ranked, rows = Ranked(trees, chances, one), requests + one.rows
+            added = ranked.tokens()  # [N + 1]
+            pass_s = self.costs.passes(rows + len(added) - 1, is_tree=one.is_tree)[rows:] + one.seconds
+            ways.append((ranked, pass_s, (requests + one.tokens + added) / pass_s))
+        without = max(float(rates[0]) for _, _, rates in ways)
+        ranked, pass_s, rates = max(ways, key=lambda way: float(way[2].max()))
+        best = self._paying(drafter, rates, range(len(rates)), requests, without)
         if not best:
-            best = min(2, len(tokens) - 1)
+            best = min(2, len(rates) - 1)
             if not self._probes.spend(drafter, float(pass_s[best] - pass_s[0])):
                 return [_NOTHING] * len(trees), [[] for _ in trees]
         return ranked.take(best)
 
-    def _paying(self, drafter: str, rates: Floats, nodes: Sequence[int], requests: int) -> int:
-        """The index of the highest rate and the decision on it; 0: it does not pay. nodes: by index."""
+    def _paying(self, drafter: str, rates: Floats, nodes: Sequence[int], requests: int, without: float) -> int:
+        """The index of the highest rate and the decision on it; 0: it does not pay.
+
+        nodes: by index. without: the rate of a step without this drafter.
+        """
         best = int(rates.argmax())
-        gain = float(rates[best] / rates[0])
         plain = requests / float(self.costs.passes(requests)[requests])
-        best = best if gain > MARGIN and rates[best] > self._min_gain * plain else 0
+        gain = float(rates[best] / plain)
+        if rates[best] <= MARGIN * without or gain <= self._min_gain:
+            gain, best = min(gain, float(rates[best] / without)), 0
         self._decided[drafter] = Decision(requests, nodes[best], gain, row=self.costs.row(requests))
         return best
 
@@ -277,7 +289,8 @@ class AdaptivePlanner(Planner):
         tokens = np.concatenate(([0.0], brought[order].cumsum())) + requests
         nodes = np.concatenate(([0], sizes[order].cumsum()))
         pass_s = self.costs.passes(requests + int(nodes[-1]))[requests:][nodes]
-        best = self._paying(drafter, tokens / pass_s, nodes.tolist(), requests)
+        rates = tokens / pass_s
+        best = self._paying(drafter, rates, nodes.tolist(), requests, float(rates[0]))
         if not best and self._probes.spend(drafter, float(pass_s[-1] - pass_s[0])):
             best = len(order)
         kept = set(order[:best].tolist())
@@ -326,13 +339,11 @@ class AdaptivePlanner(Planner):
             caps, levels = [min(most, 1) for most in caps], levels[:1]
         deepest = levels[-1].deep if levels else max(caps)
         estimate = self._estimate(one.drafter, self._ease)
-        chances = np.maximum(
-            estimate.paths(one.request_ids, deepest) - step.free_chances(one.request_ids, deepest), 0.0
-        )
+        chances, free = estimate.paths(one.request_ids, deepest), step.free_chances(one.request_ids, deepest)
         if levels:
-            sizes = choose.tree_sizes(caps, levels, chances, estimate.ranks.kept())
+            sizes = choose.tree_sizes(caps, levels, chances, estimate.ranks.kept(), free)
         else:
-            sizes = choose.chain_sizes(caps, chances)
+            sizes = choose.chain_sizes(caps, chances, free)
         draft_s = self.costs.drafts(one.drafter, sizes.steps, step.load.requests)
         late_s = np.array([self.costs.catch_up(one.drafter, late) / HORIZON for late in range(len(one.lagging) + 1)])
         return step.best_size(one, sizes, draft_s, late_s, self._sizes.get(one.drafter, (0, 0)), MARGIN)

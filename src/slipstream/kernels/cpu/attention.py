@@ -33,7 +33,7 @@ from slipstream.kernels.cpu.norms import INFINITE, ORDER_MAY_CHANGE, ZERO, exp
 KEYS = 4
 """Keys that are scored at once."""
 KEPT = 64
-"""Keys that all queries of a crowd read in turn: 16 KB where a head has 64 numbers, half of a core's first cache."""
+"""Keys that all queries of a crowd read in turn: 16 KB of 64 numbers each, so that they stay in a core's caches."""
 MIXED = 4 * LANES if MASKS else 2 * LANES
 """Numbers of a value that are added up at once."""
 
