@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import fcntl
 import json
 import subprocess
 import sys
@@ -453,3 +455,12 @@ def test_answers_longer_than_the_readers_window(tmp_path: Path) -> None:
             assert http.run("all") > 0
         finally:
             http.close()
+
+
+def test_processes_with_the_same_file_measure_in_turn(tmp_path: Path) -> None:
+    run = object.__new__(import_module("cells_ours").Run)
+    run.options = argparse.Namespace(turns=tmp_path / "turn")
+    with (tmp_path / "turn").open("w") as other:
+        with run.turn(), pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -245,6 +245,11 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--clock", default="wall", choices=("wall", "own"), help="own: CPU time of the computing thread; for CPUs only"
     )
+    made.add_argument(
+        "--turns",
+        type=Path,
+        help="a file: processes with the same one measure in turn, such as two versions of the code",
+    )
     made.add_argument("--rounds-to", type=Path, help="a file (JSON lines) for every round that was timed")
     made.add_argument("--figure", default="tok_s", choices=FIGURES, help="what the tables compare")
     made.add_argument("--peers", default="plain,eagle3,ngram", help=f"of vLLM: {', '.join(cells_peers.MODES)}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import copy
+import fcntl
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -70,6 +71,8 @@ Ask = Callable[[int], tuple[list[int], SamplingParams]]
 """From a request's number to its prompt and parameters."""
 _TICK_S = 0.002
 _PATIENCE_S = 180.0
+_TURN_S = 0.02
+"""Pause after a turn, in which a process that waits begins its own."""
 
 
 class Meter:
@@ -573,20 +576,32 @@ class Run:
         parts = [part.name for part in parse_merged(options.auto)]
         auto = "+".join(specs.get(name, name) for name in parts if name == AUTO or name in specs)
         at_once = max([cell.at_once for cell in self.wanted.cells] + list(self.wanted.trials))
-        llm = LLM(
-            self.target,
-            drafter=[auto, *(spec for spec in specs.values() if spec != auto), *own],
-            device=options.device,
-            dtype=str(self.models.dtype).removeprefix("torch."),
-            memory="32GiB" if on_gpu else None,
-            max_model_len=self.context,
-            max_num_seqs=max(at_once, 32),
-            rounds=options.rounds,
-        )
+        with self.turn():
+            llm = LLM(
+                self.target,
+                drafter=[auto, *(spec for spec in specs.values() if spec != auto), *own],
+                device=options.device,
+                dtype=str(self.models.dtype).removeprefix("torch."),
+                memory="32GiB" if on_gpu else None,
+                max_model_len=self.context,
+                max_num_seqs=max(at_once, 32),
+                rounds=options.rounds,
+            )
         try:
             yield Bench(llm, merged_name(parse_merged(auto)))
         finally:
             llm.close()
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """While no other process with the same --turns measures."""
+        if self.options.turns is None:
+            yield
+            return
+        with self.options.turns.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+        time.sleep(_TURN_S)
 
     def keep(self, where: str, setting: str, seen: Window) -> None:
         """Write the rounds to the file of --rounds-to."""
@@ -621,7 +636,7 @@ def _ours(whole: Run) -> None:
         trials = Trials(bench, own, _mixed(whole, bench.llm), whole.options.max_tokens, whole.keep)
         for name, part in (("adversaries", _adversaries), ("switches", _switches)):
             if name in whole.wanted.parts:
-                with whole.report.part(name):
+                with whole.report.part(name), whole.turn():
                     part(whole, trials)
 
 
@@ -640,19 +655,22 @@ def _cells(whole: Run, bench: Bench, modes: Sequence[Mode]) -> None:
             return
         with report.part(f"cell {cell.name}"), whole.clock.step():
             prompts, seconds = whole.prompts(bench.llm, cell), whole.wanted.seconds[cell.at_once]
-            bench.read(prompts)
+            with whole.turn():
+                bench.read(prompts)
 
             def measure(
                 name: str, cell: Cell = cell, prompts: list[list[int]] = prompts, seconds: float = seconds
             ) -> Any:
-                seen = bench.measure(by_name[name], cell, prompts, options.max_tokens, seconds)
+                with whole.turn():
+                    seen = bench.measure(by_name[name], cell, prompts, options.max_tokens, seconds)
                 whole.keep(cell.name, name, seen)
                 return seen
 
             firsts = bench.distinct(modes, cell.at_once)
             names = list(dict.fromkeys(firsts.values()))
             for name in names if cell.load not in warm else ():
-                bench.measure(by_name[name], cell, prompts, options.max_tokens, WARM_S)
+                with whole.turn():
+                    bench.measure(by_name[name], cell, prompts, options.max_tokens, WARM_S)
             warm.add(cell.load)
             found = side_by_side(names, measure, options.repeats)
             if AUTO in found:
