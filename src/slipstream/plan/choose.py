@@ -108,7 +108,7 @@ class Candidate:
 
 
 NO_OFFER = Offer("", (), ())
-NOTHING = Candidate(NO_OFFER, 0, 0, np.zeros(0, np.int64), 1.0, 1.0)
+UNDRAFTED = Candidate(NO_OFFER, 0, 0, np.zeros(0, np.int64), 1.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,36 +195,52 @@ class Beside:
 
 
 class Ranked:
-    """The nodes of a step's trees, those first that add most. A node's chance is at most its parent's."""
+    """The nodes of a step's trees. A node's chance is at most its parent's."""
 
-    def __init__(self, trees: Sequence[Tree], chances: Sequence[Sequence[float]], beside: Beside) -> None:
+    def __init__(self, trees: Sequence[Tree], chances: Sequence[Sequence[float]]) -> None:
         """chances: by tree and node, of its whole path being right."""
         self._trees = trees
-        sizes = np.array([len(tree.tokens) for tree in trees])  # [B]
-        self._ends = np.cumsum(sizes)  # [B]
-        count, begins = int(self._ends[-1]), self._ends - sizes
+        self._sizes = np.array([len(tree.tokens) for tree in trees])  # [B]
+        self._ends = np.cumsum(self._sizes)  # [B]
+        count, begins = int(self._ends[-1]), self._ends - self._sizes
         flat = np.fromiter(chain.from_iterable(chances), np.float64, count=count)  # [N]
         if all(tree.is_chain for tree in trees):
             above = np.arange(-1, count - 1)
-            above[begins[sizes > 0]] += 1  # a first node stands for its own parent
+            above[begins[self._sizes > 0]] += 1  # a first node stands for its own parent
         else:
             parents = np.fromiter(chain.from_iterable([tree.parents for tree in trees]), np.int64, count=count)
-            above = np.where(parents == ROOT, np.arange(count), parents + np.repeat(begins, sizes))
+            above = np.where(parents == ROOT, np.arange(count), parents + np.repeat(begins, self._sizes))
         while not np.array_equal(bounded := np.minimum(flat, flat[above]), flat):
             flat = bounded
-        self._chances = flat
-        self._added = flat if beside.chances is None else flat * _shares(flat, above, sizes, beside.chances)
-        self._ranked = -np.sort(-self._added)
+        self._chances, self._above = flat, above
 
-    def tokens(self) -> Floats:  # [N + 1]
-        """Expected tokens that the 0, 1, … best nodes add."""
-        return np.concatenate(([0.0], np.cumsum(self._ranked)))
+    def added(self, beside: Beside) -> Floats:  # [N]
+        """The tokens that each node is expected to add: a part of its tree's, which the other drafter does not bring.
 
-    def take(self, count: int) -> tuple[list[Tree], list[list[float]]]:
-        """The trees cut to the `count` best nodes overall, and the chances of those."""
-        bar = self._ranked[count - 1]
-        kept = self._added > bar
-        kept[np.flatnonzero(self._added == bar)[: count - int(kept.sum())]] = True  # on ties parents come first
+        What is easy for one drafter is easy for another: at each depth the better one counts, and not both.
+        """
+        if beside.chances is None:
+            return self._chances
+        depths, higher, requests = (
+            (self._above != np.arange(len(self._above))).astype(np.int64),
+            self._above,
+            len(self._sizes),
+        )
+        while (more := depths[higher]).any():  # twice as far up each time
+            depths, higher = depths + more, higher[higher]
+        owners, deep = np.repeat(np.arange(requests), self._sizes), max(int(depths.max()) + 1, len(beside.chances))
+        sums = np.bincount(depths * requests + owners, self._chances, deep * requests)
+        brought: Floats = np.asarray(sums, np.float64).reshape(deep, requests)  # [D, B]
+        left = brought.copy()
+        left[: len(beside.chances)] -= beside.chances
+        shares = np.maximum(left, 0.0).sum(0) / np.maximum(brought.sum(0), 1e-9)
+        return np.asarray(self._chances * shares[owners])
+
+    def take(self, count: int, added: Floats) -> tuple[list[Tree], list[list[float]]]:
+        """The trees cut to the `count` nodes that add most, and the chances of those."""
+        bar = np.sort(added)[-count]
+        kept = added > bar
+        kept[np.flatnonzero(added == bar)[: count - int(kept.sum())]] = True  # on ties parents come first
         marks, chances = kept.tolist(), self._chances.tolist()
         trees, left = list[Tree](), list[list[float]]()
         begin = 0
@@ -233,23 +249,6 @@ class Ranked:
             left.append([chances[node] for node in range(begin, end) if marks[node]])
             begin = end
         return trees, left
-
-
-def _shares(flat: Floats, above: Ints, sizes: Ints, beside: Floats) -> Floats:  # [N]
-    """By node: the part of its tree's expected tokens that the other drafter would not bring.
-
-    What is easy for one drafter is easy for another: at each depth the better one counts, and not both.
-    """
-    depths, higher = (above != np.arange(len(above))).astype(np.int64), above
-    while (more := depths[higher]).any():  # twice as far up each time
-        depths, higher = depths + more, higher[higher]
-    owners, deep = np.repeat(np.arange(len(sizes)), sizes), max(int(depths.max()) + 1, len(beside))
-    sums = np.bincount(depths * len(sizes) + owners, flat, deep * len(sizes))
-    brought: Floats = np.asarray(sums, np.float64).reshape(deep, len(sizes))  # [D, B]
-    left = brought.copy()
-    left[: len(beside)] -= beside
-    shares = np.maximum(left, 0.0).sum(0) / np.maximum(brought.sum(0), 1e-9)
-    return np.asarray(shares[owners])
 
 
 def shared_out(tree: Tree, chance: float) -> list[float]:

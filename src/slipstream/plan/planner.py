@@ -158,7 +158,7 @@ class AdaptivePlanner(Planner):
         self._free_nodes = 0
         self._asked: set[str] = set()  # host drafters with guesses in this step
         self._worth: dict[tuple[str, int], float] = {}  # by host drafter and bucket: seconds that its guesses save
-        self._last = choose.NOTHING  # the last choice
+        self._last = choose.UNDRAFTED  # the last choice
         self._sizes: dict[str, tuple[int, int]] = {}  # by drafter: last chosen nodes and levels
         self._used: dict[str, int] = {}  # by drafter: step of its last draft
 
@@ -249,29 +249,30 @@ class AdaptivePlanner(Planner):
         requests: int,
     ) -> tuple[list[Tree], list[list[float]]]:
         """The nodes that are worth their rows, alone or beside the drafter that was used last."""
-        ways = []
+        ranked, ways = Ranked(trees, chances), []
         beside = self._beside(request_ids, requests)
         for one in (Beside(), beside)[: 1 + bool(beside.rows)]:
-            ranked, rows = Ranked(trees, chances, one), requests + one.rows
-            added = ranked.tokens()  # [N + 1]
-            pass_s = self.costs.passes(rows + len(added) - 1, is_tree=one.is_tree)[rows:] + one.seconds
-            ways.append((ranked, pass_s, (requests + one.tokens + added) / pass_s))
-        without = max(float(rates[0]) for _, _, rates in ways)
-        ranked, pass_s, rates = max(ways, key=lambda way: float(way[2].max()))
-        best = self._paying(drafter, rates, range(len(rates)), requests, without)
+            added, rows = ranked.added(one), requests + one.rows
+            tokens = requests + one.tokens + np.concatenate(([0.0], np.cumsum(-np.sort(-added))))  # [N + 1]
+            pass_s = self.costs.passes(rows + len(added), is_tree=one.is_tree)[rows:] + one.seconds
+            ways.append((added, pass_s, tokens / pass_s))
+        alone, without = float(ways[0][2][0]), max(float(rates[0]) for _, _, rates in ways)
+        added, pass_s, rates = max(ways, key=lambda way: float(way[2].max()))
+        best = self._paying(drafter, rates, range(len(rates)), requests, plain=alone, without=without)
         if not best:
-            best = min(2, len(rates) - 1)
+            best = min(2, len(added))
             if not self._probes.spend(drafter, float(pass_s[best] - pass_s[0])):
                 return [_NOTHING] * len(trees), [[] for _ in trees]
-        return ranked.take(best)
+        return ranked.take(best, added)
 
-    def _paying(self, drafter: str, rates: Floats, nodes: Sequence[int], requests: int, without: float) -> int:
+    def _paying(
+        self, drafter: str, rates: Floats, nodes: Sequence[int], requests: int, *, plain: float, without: float
+    ) -> int:
         """The index of the highest rate and the decision on it; 0: it does not pay.
 
-        nodes: by index. without: the rate of a step without this drafter.
+        nodes: by index. plain: the rate of plain decoding; without: of a step without this drafter.
         """
         best = int(rates.argmax())
-        plain = requests / float(self.costs.passes(requests)[requests])
         gain = float(rates[best] / plain)
         if rates[best] <= MARGIN * without or gain <= self._min_gain:
             gain, best = min(gain, float(rates[best] / without)), 0
@@ -289,8 +290,8 @@ class AdaptivePlanner(Planner):
         tokens = np.concatenate(([0.0], brought[order].cumsum())) + requests
         nodes = np.concatenate(([0], sizes[order].cumsum()))
         pass_s = self.costs.passes(requests + int(nodes[-1]))[requests:][nodes]
-        rates = tokens / pass_s
-        best = self._paying(drafter, rates, nodes.tolist(), requests, float(rates[0]))
+        rates, plain = tokens / pass_s, float(tokens[0] / pass_s[0])
+        best = self._paying(drafter, rates, nodes.tolist(), requests, plain=plain, without=plain)
         if not best and self._probes.spend(drafter, float(pass_s[-1] - pass_s[0])):
             best = len(order)
         kept = set(order[:best].tolist())
