@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import fcntl
 import json
 import subprocess
@@ -19,7 +18,7 @@ from transformers import AutoTokenizer
 import inside
 from bench_scripts import acceptance, beside, exact, figures, http_cost, shapes
 from conftest import save_model, tiny_llama
-from gpu_bench import cells, curve, kernels, results, vllm_peer, work, write_prompts
+from gpu_bench import cells, cells_ours, curve, kernels, results, vllm_peer, work, write_prompts
 from medusa_checkpoints import knowing_medusa
 from serving import engine_process, serving
 from slipstream import LLM
@@ -458,9 +457,7 @@ def test_answers_longer_than_the_readers_window(tmp_path: Path) -> None:
 
 
 def test_processes_with_the_same_file_measure_in_turn(tmp_path: Path) -> None:
-    run = object.__new__(import_module("cells_ours").Run)
-    run.options = argparse.Namespace(turns=tmp_path / "turn")
     with (tmp_path / "turn").open("w") as other:
-        with run.turn(), pytest.raises(BlockingIOError):
+        with cells_ours.turn(tmp_path / "turn"), pytest.raises(BlockingIOError):
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)

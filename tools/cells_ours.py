@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import count
+from pathlib import Path
 from statistics import fmean
 from typing import Any, ClassVar
 
@@ -136,6 +137,18 @@ class Crowd:
                 raise RuntimeError(f"a request failed: {last.outputs[0].error}")
 
 
+@contextmanager
+def turn(file: Path | None) -> Iterator[None]:
+    """While no other process with the same file measures; None: at once."""
+    if file is None:
+        yield
+        return
+    with file.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    time.sleep(_TURN_S)
+
+
 @dataclass(slots=True)
 class Bench:
     """An engine under measurement. All requests share a tenant, so prompts are read once, and no answer is
@@ -143,6 +156,7 @@ class Bench:
 
     llm: LLM
     auto: str  # the drafter that requests name under `auto`
+    turns: Path | None = None  # see `turn`
     planner: Planner = field(init=False)
 
     def __post_init__(self) -> None:
@@ -170,19 +184,20 @@ class Bench:
             finally:
                 await crowd.shrink(0)
 
-        try:
-            asyncio.run(whole())
-        finally:
-            self.llm.between_rounds(lambda engine: engine.listen(None))
-            while self.llm.between_rounds(lambda engine: engine.busy):
-                time.sleep(_TICK_S)  # dropped requests end within a round
+        with turn(self.turns):
+            try:
+                asyncio.run(whole())
+            finally:
+                self.llm.between_rounds(lambda engine: engine.listen(None))
+                while self.llm.between_rounds(lambda engine: engine.busy):
+                    time.sleep(_TICK_S)  # dropped requests end within a round
         return meter.beats
 
     def read(self, prompts: Sequence[list[int]]) -> None:
         """Put the prompts into the cache of the target and of all drafters, so that no setting pays for that."""
         keeping = [name for name, drafter in self.llm.engine.drafting.drafters.items() if drafter.needs.own_cache]
         params = self.params(Mode("all", tuple(keeping)), 0.0, 0, 1)
-        with self.planned(None):  # a planner may leave out drafters that have not guessed for long
+        with turn(self.turns), self.planned(None):  # a planner may leave out drafters that have not guessed for long
             outputs = self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
         for output in outputs:
             if output.outputs[0].error:
@@ -417,7 +432,7 @@ class Trials:
     ) -> dict[tuple[int, ...], list[int]]:
         """The answers of plain decoding."""
         params = self._params(Mode(PLAIN), tokens, to_the_end=to_the_end)
-        with self.bench.planned(Planner()):
+        with turn(self.bench.turns), self.bench.planned(Planner()):
             outputs = self.bench.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
         return {tuple(p): list(o.outputs[0].token_ids) for p, o in zip(prompts, outputs, strict=True)}
 
@@ -576,7 +591,7 @@ class Run:
         parts = [part.name for part in parse_merged(options.auto)]
         auto = "+".join(specs.get(name, name) for name in parts if name == AUTO or name in specs)
         at_once = max([cell.at_once for cell in self.wanted.cells] + list(self.wanted.trials))
-        with self.turn():
+        with turn(options.turns):
             llm = LLM(
                 self.target,
                 drafter=[auto, *(spec for spec in specs.values() if spec != auto), *own],
@@ -588,20 +603,9 @@ class Run:
                 rounds=options.rounds,
             )
         try:
-            yield Bench(llm, merged_name(parse_merged(auto)))
+            yield Bench(llm, merged_name(parse_merged(auto)), options.turns)
         finally:
             llm.close()
-
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        """While no other process with the same --turns measures."""
-        if self.options.turns is None:
-            yield
-            return
-        with self.options.turns.open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
-        time.sleep(_TURN_S)
 
     def keep(self, where: str, setting: str, seen: Window) -> None:
         """Write the rounds to the file of --rounds-to."""
@@ -636,7 +640,7 @@ def _ours(whole: Run) -> None:
         trials = Trials(bench, own, _mixed(whole, bench.llm), whole.options.max_tokens, whole.keep)
         for name, part in (("adversaries", _adversaries), ("switches", _switches)):
             if name in whole.wanted.parts:
-                with whole.report.part(name), whole.turn():
+                with whole.report.part(name):
                     part(whole, trials)
 
 
@@ -655,22 +659,19 @@ def _cells(whole: Run, bench: Bench, modes: Sequence[Mode]) -> None:
             return
         with report.part(f"cell {cell.name}"), whole.clock.step():
             prompts, seconds = whole.prompts(bench.llm, cell), whole.wanted.seconds[cell.at_once]
-            with whole.turn():
-                bench.read(prompts)
+            bench.read(prompts)
 
             def measure(
                 name: str, cell: Cell = cell, prompts: list[list[int]] = prompts, seconds: float = seconds
             ) -> Any:
-                with whole.turn():
-                    seen = bench.measure(by_name[name], cell, prompts, options.max_tokens, seconds)
+                seen = bench.measure(by_name[name], cell, prompts, options.max_tokens, seconds)
                 whole.keep(cell.name, name, seen)
                 return seen
 
             firsts = bench.distinct(modes, cell.at_once)
             names = list(dict.fromkeys(firsts.values()))
             for name in names if cell.load not in warm else ():
-                with whole.turn():
-                    bench.measure(by_name[name], cell, prompts, options.max_tokens, WARM_S)
+                bench.measure(by_name[name], cell, prompts, options.max_tokens, WARM_S)
             warm.add(cell.load)
             found = side_by_side(names, measure, options.repeats)
             if AUTO in found:
